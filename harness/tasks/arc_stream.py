@@ -70,7 +70,7 @@ class ArcStream(AnsweringTask):
 
     @classmethod
     def longest(cls, options: ArcStreamOptions) -> int:
-        """All questions; one question if each gets a fresh cache."""
+        """Tokens of the longest stream: of a single question if each gets a fresh cache, else of the whole stream."""
         return 60 if options.one_at_a_time else cls.total(options)
 
     @classmethod

@@ -141,7 +141,7 @@ class Divergence(Task):
 
     @staticmethod
     def total(options: DivergenceOptions) -> int:
-        """All tokens."""
+        """Tokens of all samples."""
         return options.samples * options.tokens
 
     @classmethod
@@ -161,12 +161,12 @@ class Divergence(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures but bytes."""
+        """Recompute all figures from the trace, except bytes."""
         return figures(np.load(trace, mmap_mode="r"), record.cell.task_options(DivergenceOptions).tokens)
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """Those between steps; if the cache is unbounded, all tokens of a sample but the last, which is never read."""
+        """(streams, tokens each) cached at most; in an unbounded cache all tokens of a sample but the last, which is not read."""
         if record.cell.capacity is not None or record.cell.evict == "prompt":
             return super().cached_tokens(record)
         return 1, record.cell.task_options(DivergenceOptions).tokens - 1

@@ -84,7 +84,7 @@ class StreamEval(AnsweringTask):
 
     @classmethod
     def longest(cls, options: StreamEvalOptions) -> int:
-        """One stream, because streams are read one after the other."""
+        """Tokens of a stream, because streams are read one after the other."""
         return cls.total(options) // options.streams
 
     @classmethod

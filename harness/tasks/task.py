@@ -63,7 +63,7 @@ def _new_decoder(*args: Any, **kwargs: Any) -> Decoder:
 
 @dataclass(frozen=True)
 class Job:
-    """One cell, ready to be measured."""
+    """Cell that is ready to be measured."""
 
     model: Model  # has passed the self-check
     config: CacheConfig
@@ -86,7 +86,7 @@ class MeasurementError(RuntimeError):
 
 
 class Task(TaskReport, ABC):
-    """One kind of measurement: its data, how it runs (`run` or `run_together`), and how its records are shown.
+    """Kind of measurement: its data, how it runs (`run` or `run_together`), and how its records are shown.
 
     A task's module imports torch, transformers and the engine inside functions only, because pages are rendered without them.
     """

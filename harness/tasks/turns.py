@@ -125,7 +125,7 @@ class TurnsOptions(Options):
 
 @dataclass(frozen=True)
 class _Fact:
-    """What a name stands for now."""
+    """Current value of a name."""
 
     kind: str  # system, text, turn or corrected
     value: int
@@ -135,22 +135,22 @@ class _Fact:
 
 
 def conversation(options: TurnsOptions, stream: int) -> Script:
-    """One conversation; it depends only on the options and its number.
+    """Draw a conversation, which depends only on the options and its number.
 
-    Whatever is asked for was told in the text or in an earlier turn, so that filler lies in between. A fact is corrected once at
-    most. In mode `requests`, each turn knows the text alone.
+    Every question is about a fact from the text or an earlier turn, so that filler lies in between. A fact is corrected at most
+    once. In mode `requests`, each turn knows only the text.
     """
     style, draw = STYLES[options.data], random.Random(f"{options.data_seed}/{stream}")
     names = draw.sample(style.names, len(style.names))
     unused, fillers = iter(names), names[options.names :]
-    script, facts, asked = Script(), dict[int, _Fact](), set[int]()
+    script, facts, questioned = Script(), dict[int, _Fact](), set[int]()
 
     def tell(name: int, kind: str, turn: int) -> None:
         old = facts[name].value if name in facts else None
         value = draw.choice([value for value in style.values if value != old])
         facts[name] = _Fact(kind, value, turn, len(script.lines), old)
         script.line(style.fact(name, value))
-        asked.discard(name)
+        questioned.discard(name)
 
     for kind, number in (("system", options.system), ("text", options.facts)):
         for _ in range(number):
@@ -169,10 +169,10 @@ def conversation(options: TurnsOptions, stream: int) -> Script:
         for _ in range(options.filler):
             script.line(style.fact(draw.choice(fillers), draw.choice(style.values)))
         known = [name for name in earlier if facts[name].turn < turn]
-        known = [name for name in known if name not in asked] or known
+        known = [name for name in known if name not in questioned] or known
         kind = draw.choice(sorted({facts[name].kind for name in known}))
         name = draw.choice([name for name in known if facts[name].kind == kind])
-        asked.add(name)
+        questioned.add(name)
         fact = facts[name]
         about = {"turn": turn, "kind": kind} | ({"distance": turn - fact.turn} if fact.turn else {})
         about |= {} if fact.old is None else {"old": str(fact.old)}
@@ -212,7 +212,7 @@ class Turns(AnsweringTask):
 
     @classmethod
     def longest(cls, options: TurnsOptions) -> int:
-        """One conversation, because they are read one after the other."""
+        """Tokens of a conversation, because conversations are read one after the other."""
         return cls.total(options) // options.streams
 
     @classmethod
@@ -227,9 +227,9 @@ class Turns(AnsweringTask):
         return True
 
     @classmethod
-    def is_right(cls, options: TurnsOptions, said: str, gold: str) -> bool:
-        """Equal; in SCBench, the right string is in it."""
-        return scbench.is_right(said, gold) if options.data == "scbench" else said == gold
+    def is_right(cls, options: TurnsOptions, completion: str, gold: str) -> bool:
+        """Whether the completion equals the right answer or, for SCBench, contains it."""
+        return scbench.is_right(completion, gold) if options.data == "scbench" else completion == gold
 
     @classmethod
     def run(cls, options: TurnsOptions, job: Job) -> AnswerMetrics:
@@ -290,20 +290,20 @@ def _all(group: Sequence[Record]) -> str:
 
 def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str, tuple[int, int]]:
     """(right answers, questions) of each kind or turn."""
-    right, asked = Counter[str](), Counter[str]()
+    right, total = Counter[str](), Counter[str]()
     for metrics in _measured(group):
         for part, counts in ((metrics.kinds if by == "kinds" else metrics.turns) or {}).items():
             right[part] += counts.right
-            asked[part] += counts.questions
-    return {part: (right[part], questions) for part, questions in asked.items()}
+            total[part] += counts.questions
+    return {part: (right[part], questions) for part, questions in total.items()}
 
 
 def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
     """Percent right of each kind; the last column, percent of answers that are an old value, goes with corrected ones."""
     counts = _counts(group, "kinds")
     shown = {
-        kind: f"{100 * right / asked:.1f}{bracketed(_of_kind(group, kind).ends, 1)} of {asked:,}"
-        for kind, (right, asked) in counts.items()
+        kind: f"{100 * right / total:.1f}{bracketed(_of_kind(group, kind).ends, 1)} of {total:,}"
+        for kind, (right, total) in counts.items()
     }
     stale = sum(metrics.stale or 0 for metrics in _measured(group))
     old = [f"{100 * stale / counts['corrected'][1]:.1f}" if "corrected" in counts else ""] if "corrected" in kinds else []
@@ -312,15 +312,15 @@ def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
 
 def _of_kind(group: Sequence[Record], kind: str) -> Answers:
     """Right answers to questions of a kind, by conversation; seeds of a policy answer the same ones."""
-    right, asked = Counter[int](), Counter[int]()
+    right, total = Counter[int](), Counter[int]()
     for record in group:
         metrics, options = record.measured(AnswerMetrics), record.cell.task_options(TurnsOptions)
         asks = [(stream, one) for stream in range(options.streams) for one in _kinds_asked(options, stream)]
         for (stream, one), digit in zip(asks, metrics.outcomes if metrics else "", strict=False):
             right[stream] += one == kind and digit == "1"
-            asked[stream] += one == kind
-    streams = [(right[stream], questions) for stream, questions in asked.items() if questions]
-    return Answers(right.total(), asked.total(), streams)
+            total[stream] += one == kind
+    streams = [(right[stream], questions) for stream, questions in total.items() if questions]
+    return Answers(right.total(), total.total(), streams)
 
 
 @lru_cache(maxsize=1024)
@@ -355,9 +355,9 @@ def _panel(records: Sequence[Record]) -> dict[str, Any]:
     first = [group[0] for group in groups]
     names = [name + on_device(record, records) for name, record in zip(short_titles(first), first, strict=True)]
     values: list[dict[str, Any]] = [
-        {"policy": name, "turn": int(turn), "right": round(100 * right / asked, 2)}
+        {"policy": name, "turn": int(turn), "right": round(100 * right / total, 2)}
         for name, group in zip(names, groups, strict=True)
-        for turn, (right, asked) in _counts(group, "turns").items()
+        for turn, (right, total) in _counts(group, "turns").items()
     ]
     turn = {
         "field": "turn", "type": "quantitative", "title": "turn", "axis": {"format": "d", "tickMinStep": 1},

@@ -1,4 +1,4 @@
-"""Where attention goes: sinks, maps of logits, entropy, massive activations, and what a policy loses of it.
+"""Task that measures attention: sinks, maps of logits, entropy, massive activations, and the attention lost to eviction.
 
 Source: the sink metric of Gu et al. 2024, arXiv:2410.10781, Section 3.1 (alpha of a token, epsilon 0.3, T = 64); Figures 11 to 13
     of Xiao et al. 2023, arXiv:2309.17453; massive activations of Sun et al. 2024, arXiv:2402.17762;
@@ -34,7 +34,7 @@ _SHADES = {"scheme": "blues"}
 
 
 class AttentionTask(Task):
-    """What heads attend to, under full attention and under policies."""
+    """Attention of heads under full attention and under policies."""
 
     options: ClassVar[type[Options]] = AttentionOptions
     metrics: ClassVar[type[Metrics]] = AttentionMetrics
@@ -62,12 +62,12 @@ class AttentionTask(Task):
 
     @staticmethod
     def total(options: AttentionOptions) -> int:
-        """All tokens."""
+        """Tokens of all samples."""
         return options.samples * (options.tokens or _TOKENS_OF_AN_IMAGE)
 
     @classmethod
     def longest(cls, options: AttentionOptions) -> int:
-        """A sample."""
+        """Tokens of a sample."""
         return options.tokens or _TOKENS_OF_AN_IMAGE
 
     @classmethod
@@ -84,7 +84,7 @@ class AttentionTask(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures but the texts of tokens."""
+        """Recompute all figures from the trace, except the texts of tokens."""
         with np.load(trace) as noted:
             options = record.cell.task_options(AttentionOptions)
             return figures(noted, options.epsilon, options.norm_cutoff)
@@ -164,10 +164,10 @@ def _vectors(record: Record) -> list[str]:
     assert metrics is not None
     rows = [
         [
-            f"{at}", percent(x.key_channels), percent(x.value_channels),
+            f"{index}", percent(x.key_channels), percent(x.value_channels),
             *(digits(y, 3) for both in (x.initial_norm, x.initial_cosine) for y in (both[0], max(both[1:4]), both[4])),
         ]
-        for at, x in enumerate(metrics.layers)
+        for index, x in enumerate(metrics.layers)
         if x.key_channels is not None and x.value_channels is not None and x.initial_norm and x.initial_cosine
     ]  # fmt: skip
     if not rows:
@@ -192,7 +192,7 @@ def _in_words(patches: Patches) -> str:
     last = patches.layers[-1]
     before = f"{patches.special} special token{'' if patches.special == 1 else 's'}"
     before += f", {patches.registers} of them registers," if patches.registers else ""
-    where = "; ".join(f"row {x.row}, column {x.column} ({x.times:,} times)" for x in patches.positions[:_SHOWN])
+    places = "; ".join(f"row {x.row}, column {x.column} ({x.times:,} times)" for x in patches.positions[:_SHOWN])
     most = [] if last.to_outlier is None else [max(_ratio(x.to_outlier, x.to_patch) for x in patches.layers)]
     sentences = [
         f"An image is {patches.rows} x {patches.columns} patches, with {before} before them.",
@@ -201,7 +201,7 @@ def _in_words(patches: Patches) -> str:
         f"{percent(patches.over_cutoff, patches.over_cutoff_interval)} over {patches.norm_cutoff:g} (Darcet et al. 2023).",
         f"The median norm is {digits(last.norm_median)}, the largest {digits(last.norm_largest)}.",
         *(f"An outlier gets up to {digits(x, 3)} times the attention of another patch, in one layer." for x in most),
-        *([f"Most often they are at {where}."] if where else []),
+        *([f"Most often they are at {places}."] if places else []),
     ]
     return " ".join(sentences)
 
@@ -240,13 +240,13 @@ def _layers_chart(records: Sequence[Record]) -> Chart:
     for name, record in zip(short_titles(records), records, strict=True):
         metrics = record.measured(AttentionMetrics)
         assert metrics is not None
-        for at, layer in enumerate(metrics.layers):
-            values.append({"policy": name, "layer": at, "late": layer.late, "entropy": layer.entropy})
+        for index, layer in enumerate(metrics.layers):
+            values.append({"policy": name, "layer": index, "late": layer.late, "entropy": layer.entropy})
             if record.cell.is_dense:
                 low, high = max(0.0, layer.late - layer.late_deviation), min(1.0, layer.late + layer.late_deviation)
-                band.append({"policy": name, "layer": at, "low": low, "high": high})
+                band.append({"policy": name, "layer": index, "low": low, "high": high})
             if layer.lost is not None:
-                lost.append({"policy": name, "layer": at, "lost": layer.lost})
+                lost.append({"policy": name, "layer": index, "lost": layer.lost})
     x = {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1, "format": "d"}}
     names = list(dict.fromkeys(v["policy"] for v in values))
     colour = {
@@ -287,13 +287,14 @@ def _layers_chart(records: Sequence[Record]) -> Chart:
 def _patches_chart(record: Record, metrics: AttentionMetrics, patches: Patches) -> Chart:
     """Curves over layers: norms of patches, and the attention that one token of each kind gets."""
     norms, received = [], []
-    for at, (layer, first) in enumerate(zip(patches.layers, metrics.layers, strict=True)):
+    for index, (layer, first) in enumerate(zip(patches.layers, metrics.layers, strict=True)):
         norms += [
-            {"layer": at, "of": name, "norm": x} for name, x in (("median", layer.norm_median), ("largest", layer.norm_largest))
+            {"layer": index, "of": name, "norm": x}
+            for name, x in (("median", layer.norm_median), ("largest", layer.norm_largest))
         ]
         kinds = {"outlier": layer.to_outlier, "other patch": layer.to_patch, "register": layer.to_register}
         kinds |= {"[CLS]": first.first} if patches.special > patches.registers else {}
-        received += [{"layer": at, "token": name, "attention": x} for name, x in kinds.items() if x is not None]
+        received += [{"layer": index, "token": name, "attention": x} for name, x in kinds.items() if x is not None]
     x = {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1, "format": "d"}}
     line = {"type": "line", "point": True, "strokeWidth": 2}
     panels: list[dict[str, Any]] = [

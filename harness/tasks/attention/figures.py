@@ -61,7 +61,7 @@ def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> 
 
 
 def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
-    """One layer's figures."""
+    """Compute the figures of a layer."""
     late = noted["late"][:, layer]
     result: dict[str, Any] = {name: float(noted[name][:, layer].mean()) for name in ("first", "late", "entropy", "largest_logit")}
     result["late_deviation"] = float(late.std())
@@ -146,7 +146,7 @@ def patch_figures(noted: Arrays, norm_cutoff: float) -> dict[str, Any]:
 def _patch_layer(
     norms: NDArray[Any], far: NDArray[Any], received: NDArray[Any], outlying: NDArray[Any], registers: int
 ) -> dict[str, float]:
-    """One layer's figures. norms, far, outlying: [N, P]; received: [N, T]."""
+    """Compute a layer's figures about patches. norms, far, outlying: [N, P]; received: [N, T]."""
     special = received.shape[1] - norms.shape[1]
     to_patches = received[:, special:]
     result = {
@@ -163,7 +163,7 @@ def _patch_layer(
 
 
 def _positions(norms: NDArray[Any], outlying: NDArray[Any], columns: int) -> list[dict[str, Any]]:
-    """Where outliers are, the most frequent patch first. norms, outlying: [N, P]."""
+    """List the patches that are outliers, the most frequent first. norms, outlying: [N, P]."""
     times = outlying.sum(0)
     return [
         {

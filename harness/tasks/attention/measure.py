@@ -75,7 +75,7 @@ class ImageSamples:
         return {"source": self.images.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens}
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
-        """What the model reads: `pixel_values` of the samples from `start` to `stop` - 1. [B, 3, H, W] float32."""
+        """Model inputs: `pixel_values` of the samples from `start` to `stop` - 1. [B, 3, H, W] float32."""
         return {"pixel_values": self.reader.pixels([self.images.load(number) for number in range(start, stop)])}
 
     def checked(self) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class ImageSamples:
         return self.inputs(0, 1)
 
     def text(self, sample: int, position: int) -> str:
-        """What a token is: "[CLS]", "[register 1]" or "patch"."""
+        """Name of the token at a position, such as "[CLS]", "[register 1]" or "patch"."""
         return self.layout.name(position)
 
 
@@ -202,7 +202,7 @@ class _Album:
         return float(np.concatenate(self._arrays[name]).mean())
 
     def noted(self) -> dict[str, NDArray[Any]]:
-        """What `figures` needs."""
+        """Return the arrays that `figures` takes, by name; N samples along the first axis of most."""
         noted = {name: np.concatenate(x) for name, x in self._arrays.items()} | self._energies
         noted["tokens"] = np.array(self._samples.length)
         if isinstance(self._samples, ImageSamples):
@@ -255,19 +255,19 @@ class _Recorder:
         self, layer: int, heads: list[int], step: int, position: Tensor, valid: Tensor, weights: Tensor, logits: Tensor
     ) -> None:
         """Enter one step of some heads of a layer. position, valid: [B, h, S]; weights, logits: [B, h, G, S]."""
-        at, stop = step - self._first, min(self._tokens, self._first + self.steps)
+        row_number, stop = step - self._first, min(self._tokens, self._first + self.steps)
         if layer not in self._rows:
             shape = len(position), self._shapes[layer].heads, self._shapes[layer].group, stop - self._first, stop
             blank = (torch.full(shape, x, dtype=weights.dtype, device=weights.device) for x in (0.0, -torch.inf))
             self._rows[layer] = next(blank), next(blank)
         place = torch.where(valid, position, stop)  # empty slots go to a column that is cut off
-        for into, seen, empty in zip(self._rows[layer], (weights, logits), (0.0, -torch.inf), strict=True):
-            row = torch.full((*seen.shape[:3], stop + 1), empty, dtype=into.dtype, device=seen.device)
-            into[:, heads, :, at] = row.scatter_(-1, place[:, :, None].expand_as(seen), seen.to(into.dtype))[..., :-1]
+        for into, scores, empty in zip(self._rows[layer], (weights, logits), (0.0, -torch.inf), strict=True):
+            row = torch.full((*scores.shape[:3], stop + 1), empty, dtype=into.dtype, device=scores.device)
+            into[:, heads, :, row_number] = row.scatter_(-1, place[:, :, None].expand_as(scores), scores.to(into.dtype))[..., :-1]
         held = torch.zeros(*position.shape[:2], stop + 1, dtype=torch.bool, device=position.device).scatter_(-1, place, True)
         last = self.last_seen[layer]
         last[:, heads, :stop] = torch.where(held[..., :-1], step, last[:, heads, :stop])
-        self._count = max(self._count, at + 1)
+        self._count = max(self._count, row_number + 1)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -312,12 +312,12 @@ class _RecordedPolicy(Composed):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Those of the policy inside, and the one that records."""
+        """Statistics of the policy inside, and the recording one."""
         return (*self.score.statistics, _RecordingStatistic(self.recorder))
 
     @property
     def outcome(self) -> bool:  # type: ignore[override]  # of the class elsewhere
-        """That of the policy inside."""
+        """Whether the budgets of the policy inside follow from the prompt."""
         return self.score.outcome
 
     def band(self, capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""What is noted while a model is watched: sums over queries, never a sample's whole attention.
+"""Notes taken while a model is watched: sums over queries, never the whole attention matrix of a sample.
 
 Axis letters: B samples side by side, L layers, Q query heads, H KV heads, G query heads of a KV head, T tokens, t queries of a
 chunk, M tokens of a map, K buckets of positions, D key dim, E hidden size.
@@ -111,10 +111,12 @@ class Notes:
         if self._sunk:
             arrays["rest"] = torch.stack(self._rest) / self._tokens
         if self._norms:
-            arrays |= {name: torch.stack([x[at] for x in self._norms]) for at, name in enumerate(("key_norm", "value_norm"))}
+            arrays |= {
+                name: torch.stack([x[index] for x in self._norms]) for index, name in enumerate(("key_norm", "value_norm"))
+            }
         if self._hidden:
             names = ("hidden_largest", "hidden_median")
-            arrays |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
+            arrays |= {name: torch.stack([x[index] for x in self._hidden]) for index, name in enumerate(names)}
         if self._likeness:
             norms = torch.stack(self._token_norms)
             arrays["initial_norm"] = torch.cat([norms[..., :INITIAL], norms[..., INITIAL:].mean(-1, keepdim=True)], -1)
@@ -131,13 +133,13 @@ class Notes:
 
         Layers with fewer heads or channels than others have NaN in their place. Empty if no keys were shown.
         """
-        found = {}
+        energies = {}
         for name, layers in zip(("key_energy", "value_energy"), zip(*self._energies, strict=True), strict=False):
             heads, channels = (max(x.shape[dim] for x in layers) for dim in (0, 1))
-            found[name] = np.full((len(layers), heads, channels), np.nan)
+            energies[name] = np.full((len(layers), heads, channels), np.nan)
             for layer, x in enumerate(layers):
-                found[name][layer, : x.shape[0], : x.shape[1]] = x.numpy()
-        return found
+                energies[name][layer, : x.shape[0], : x.shape[1]] = x.numpy()
+        return energies
 
     def logit_maps(self) -> NDArray[np.float32]:
         """Mean logits among the first tokens; NaN where a key is hidden. [L, Q, M, M]."""
@@ -164,13 +166,13 @@ class Lost:
         self._last_seen = last_seen
         edges = buckets(tokens)
         self._bucket = torch.zeros(tokens, dtype=torch.int64, device=last_seen[0].device)
-        for at, (start, stop) in enumerate(edges):
-            self._bucket[start:stop] = at
+        for bucket, (start, stop) in enumerate(edges):
+            self._bucket[start:stop] = bucket
         self.queries = np.array([stop - start for start, stop in edges])
         self._sums: list[Tensor] = []  # [B, Q, K]
 
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Nothing to note."""
+        """Ignore keys and values."""
 
     def see_chunk(self, chunk: Chunk) -> None:
         """Add up the weights of evicted tokens, by bucket."""
@@ -186,7 +188,7 @@ class Lost:
         self._sums[chunk.layer].scatter_add_(2, index, lost)
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Nothing to note."""
+        """Ignore hidden states."""
 
     def of_samples(self) -> NDArray[np.float32]:
         """Means over heads and the queries of each bucket. [B, L, K]."""

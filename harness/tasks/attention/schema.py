@@ -82,7 +82,7 @@ class AttentionOptions(Options):
 
 
 class LayerAttention(Part):
-    """One layer; means over samples, and over heads where nothing else is said."""
+    """Figures of a layer: means over samples, and over heads unless a field says otherwise."""
 
     first: Annotated[Share, _SHARE] = Field(description="attention that a query gives to the first token, mean over queries")
     late: Annotated[Share, _SHARE] = Field(description="attention of the last query to the first token")
@@ -193,7 +193,7 @@ class Patches(Part):
 
 
 class AttentionMetrics(Metrics):
-    """What heads attend to."""
+    """Figures about the attention of heads."""
 
     samples: Annotated[Positive, EXACT] = Field(description="pieces of text, or images")
     tokens: Annotated[Positive, EXACT] = Field(description="of a sample")

@@ -45,17 +45,17 @@ class AnsweringTask(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures; each answer is compared with the right one again."""
+        """Recompute all figures from the trace; each answer is compared with the right one again."""
         options, answers = record.cell.task, json_lines(trace)
-        said = {"said", "gold"}
+        needed = {"said", "gold"}
         return answer_figures([
-            a | ({"right": cls.is_right(options, a["said"], a["gold"])} if said <= set(a) else {}) for a in answers
+            a | ({"right": cls.is_right(options, a["said"], a["gold"])} if needed <= set(a) else {}) for a in answers
         ])  # fmt: skip
 
     @classmethod
-    def is_right(cls, options: Any, said: str, gold: str) -> bool:
-        """Whether what was said is the right answer."""
-        return said == gold
+    def is_right(cls, options: Any, completion: str, gold: str) -> bool:
+        """Whether a completion is the right answer."""
+        return completion == gold
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
@@ -64,12 +64,12 @@ class AnsweringTask(Task):
 
     @classmethod
     def seconds(cls, options: Any, token: float, step: float) -> float:
-        """Also the tokens of answers, one after another."""
+        """Estimate the seconds: those of the text, and those of the answers, which are generated token by token."""
         return cls.total(options) * token + cls.windows(options) * step
 
     @classmethod
     def question_streams(cls, record: Record) -> int | None:
-        """As many as were read; one if an older record does not say."""
+        """Number of streams that were read; 1 for older records without it; None if every question has its own cache."""
         metrics, streams = record.measured(AnswerMetrics), getattr(record.data, "streams", None) or 1
         return None if metrics is None or streams == metrics.questions > 1 else streams
 
@@ -102,7 +102,7 @@ def percent_or_status(record: Record | None) -> str:
 
 
 def about_intervals(records: Sequence[Record]) -> str:
-    """What the intervals in a table are over, or why there are none."""
+    """Describe the intervals in a table, or say why it has none."""
     streams = {count(of_questions) for r in records if (of_questions := streams_of(r)) is not None}
     if not streams:
         return "95 % Wilson intervals"

@@ -23,7 +23,7 @@ _FIRST_BUCKET_TOKENS = 32  # each later bucket ends at twice the position of the
 
 
 class SampleOptions(Options):
-    """Which text is read, and into how many samples of which length it is cut."""
+    """Options that choose the text, and the number and length of its samples."""
 
     data: Source = Field(
         "pg19", description="books (pg19), Wikipedia articles (wikitext), generated prose, or the words of Bigram-Backcopy"
@@ -77,7 +77,7 @@ class Samples:
         return self.stream.facts()
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
-        """What the model reads: `input_ids` of the samples from `start` to `stop` - 1. [B, T] int64."""
+        """Model inputs: `input_ids` of the samples from `start` to `stop` - 1. [B, T] int64."""
         return {"input_ids": self.batch(start, stop)}
 
     def checked(self) -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ class Latency(Task):
 
     @classmethod
     def windows(cls, options: LatencyOptions) -> float:
-        """One per step, in all sittings and at about five points of the stream."""
+        """Number of windows: one per timed step, in all sittings and at about five points of the stream."""
         return options.batch * options.rounds * options.steps * (options.sittings + 5)
 
     @classmethod
@@ -179,7 +179,7 @@ class Latency(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures of the timed steps at the end of the stream."""
+        """Recompute the figures of the timed steps at the end of the stream."""
         steps, options = np.load(trace, mmap_mode="r").astype(np.float64), record.cell.task_options(LatencyOptions)
         figures = step_figures(steps, options.batch) | {"step_ms": float(np.median(np.median(steps, 1)))}
         metrics = record.measured(LatencyMetrics)
@@ -192,7 +192,7 @@ class Latency(Task):
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """What follows from the roofline, which older records lack."""
+        """Yield the figures that follow from the roofline; none for older records, which lack it."""
         metrics = record.measured(LatencyMetrics)
         if metrics is None or metrics.roofline is None:
             return
@@ -208,7 +208,7 @@ class Latency(Task):
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """For each machine: the steady state, a chart of it over the capacity, and the curve over the stream."""
+        """Return, per machine, a table of the steady state, its chart over the capacity, and the curve over the stream."""
         task = records[0].cell.task_options(LatencyOptions)
         about = (
             f"One decode step, {task.batch} stream{'s' if task.batch > 1 else ''}, after {count(task.tokens)} tokens. "

@@ -1,4 +1,4 @@
-"""One cell of the latency task: it reads the stream, times its steps, and computes the figures."""
+"""Cell of the latency task: reads the stream, times its steps, and computes the figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_WARM_UP_STEPS = 48  # where steps are captured: until a cycle of evictions
 
 
 class Lane:
-    """One cell that is measured beside others."""
+    """Cell that is measured interleaved with others."""
 
     def __init__(self, options: LatencyOptions, job: Job) -> None:
         self.options, self.job = options, job

@@ -44,7 +44,7 @@ def measure(options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int,
 
 
 def _rates(model: Model) -> dict[str, float]:
-    """What the device can do now: bandwidth in bytes per second, multiply_rate in operations per second."""
+    """Measure the device's current rates: bandwidth in bytes per second, multiply_rate in operations per second."""
     return {"bandwidth": bandwidth(model.device), "multiply_rate": multiply_rate(model.device, model.dtype)}
 
 

@@ -109,7 +109,7 @@ class LmEval(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures that follow from the scores; an answer of `kvbench_recall` is compared with the right one again."""
+        """Recompute the figures that follow from scores. Answers of `kvbench_recall` are compared with the right ones again."""
         samples = json_lines(trace)
         options = record.cell.task_options(LmEvalOptions)
         if options.tasks in _RECALL or options.tasks.startswith(_FACTS):
@@ -129,7 +129,7 @@ class LmEval(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """One request's tokens; unknown unless prompts are streamed."""
+        """(1, tokens of a request) cached at most; None unless prompts are streamed."""
         tokens = record.cell.most_kept
         streamed = record.cell.task_options(LmEvalOptions).prompt == "stream"
         return (1, tokens) if streamed and tokens is not None else None
@@ -202,7 +202,7 @@ def _lenient(record: Record, samples: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 def _checked(sample: Mapping[str, Any], judge: Callable[[str, str], bool]) -> dict[str, Any]:
     """A question's line in the trace, its answers compared with the right one."""
-    scores = [float(judge(said, sample["target"])) for said in sample["said"]]
+    scores = [float(judge(completion, sample["target"])) for completion in sample["said"]]
     return {**sample, "score": sum(scores) / len(scores), **({"scores": scores} if "scores" in sample else {})}
 
 

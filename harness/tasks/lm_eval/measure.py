@@ -194,8 +194,8 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     results = _numbers(output["results"][name])
     metrics = list(output["samples"][name][0]["metrics"])
     length = str(options.max_seq_length)  # RULER names its metrics after the prompt length
-    metric, _, asked = (options.metric or (length if length in metrics else metrics[0])).partition(",")
-    chosen = asked or output["samples"][name][0]["filter"]
+    metric, _, filter_name = (options.metric or (length if length in metrics else metrics[0])).partition(",")
+    chosen = filter_name or output["samples"][name][0]["filter"]
     filtered = sorted((s for s in output["samples"][name] if s["filter"] == chosen), key=lambda s: s["doc_id"])
     if metric not in metrics or not filtered:
         known = dict.fromkeys(f"{m},{s['filter']}" for s in output["samples"][name] for m in metrics)
@@ -267,7 +267,7 @@ def _sample(sample: dict[str, Any], metric: str) -> dict[str, Any]:
 
 
 def _depth(document: Mapping[str, Any]) -> float | None:
-    """Where in a prompt the answer was told, from 0 to 1: in our recall tasks, and in RULER's with one answer, told once."""
+    """Return the depth of the answer in the prompt, 0 to 1; None unless the task states it, or RULER's prompt has it once."""
     if isinstance(document.get("depth"), float):
         return float(document["depth"])
     answers, text = document.get("outputs"), document.get("input")

@@ -80,7 +80,7 @@ class LmEvalOptions(Options):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What these options change in the generation settings of a task."""
+        """Generation settings of a task that these options override."""
         named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "max_gen_toks": self.max_gen_toks}
         settings = {k: v for k, v in named.items() if v is not None}
         return settings if self.temperature is None else settings | {"do_sample": self.temperature > 0}

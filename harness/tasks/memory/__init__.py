@@ -77,7 +77,7 @@ class Memory(Task):
 
     @classmethod
     def windows(cls, options: MemoryOptions) -> float:
-        """One per block."""
+        """Number of windows: one per block."""
         return options.batch * options.tokens / 256
 
     @staticmethod

@@ -99,7 +99,10 @@ def _kv_bytes(model: Model, config: CacheConfig, tokens: int, streams: int) -> i
 
 
 def _shared_bytes(model: Model, config: CacheConfig, shape: LayerShape, kept: int, tokens: int, streams: int) -> int:
-    """The same for a layer whose heads compete: from a pool; or coded, where a head has slots for all that the others leave."""
+    """Bytes of the K and V slots of a layer whose heads share a budget.
+
+    Slots come from a pool of pages. A coded cache has none: each head has slots for all tokens that the others can leave it.
+    """
     rows, each = streams * shape.heads, kept + config.every
     if config.kv is None:
         full = rows * each

@@ -68,7 +68,7 @@ class Perplexity(Task):
 
     @staticmethod
     def total(options: PerplexityOptions) -> int:
-        """All tokens."""
+        """Tokens of all streams."""
         return options.tokens
 
     @classmethod
@@ -89,7 +89,7 @@ class Perplexity(Task):
 
     @classmethod
     def tokens_read(cls, options: PerplexityOptions, data: TokenStream) -> int | None:
-        """All of a stream but its last token, which no token follows; None if reading may stop early."""
+        """Tokens of a stream without its last, which predicts nothing; None if reading may stop early."""
         return None if options.until is not None else data.prefix + data.tokens // cls.streams(options) - 1
 
     @classmethod
@@ -105,7 +105,7 @@ class Perplexity(Task):
 
     @classmethod
     def windows(cls, options: PerplexityOptions) -> float:
-        """One per scored token."""
+        """Number of windows: one per scored token."""
         return (options.tokens - cls.streams(options) * (options.prompt or 0)) / options.stride
 
     @staticmethod
@@ -117,7 +117,7 @@ class Perplexity(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures but bytes and the costs of facts, which need the text."""
+        """Recompute all figures from the trace, except bytes and the costs of facts, which need the text."""
         nll, metrics, prefix = np.load(trace, mmap_mode="r"), record.measured(NllMetrics), len(record.data.prefix)
         options = record.cell.task_options(PerplexityOptions)
         assert metrics is not None
@@ -144,7 +144,7 @@ class Perplexity(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """Those between steps; if the cache is unbounded, all tokens of a stream but the last, which is never read."""
+        """(streams, tokens each) cached at most; in an unbounded cache all tokens of a stream but the last, which is not read."""
         if record.cell.capacity is not None or record.cell.evict == "prompt":
             return super().cached_tokens(record)
         streams = cls.streams(record.cell.task_options(PerplexityOptions))
@@ -266,7 +266,7 @@ def _read(record: Record) -> str:
 
 
 def _of_tokens(record: Record) -> str:
-    """Which tokens a record scored, if not all."""
+    """Label of the scored tokens; empty if a record scored all."""
     return "" if scores_all(record) else f" (1 token in {stride_of(record)})"
 
 
@@ -330,7 +330,7 @@ def _edges(bucket: Bucket) -> tuple[int, int]:
 
 
 def _common_buckets(records: Sequence[Record], common: Common) -> list[str]:
-    """The same over the tokens that every row scored, folded; nothing if every row scored all tokens."""
+    """Table by position over the tokens that every row scored, folded; empty if every row scored all tokens."""
     shared = [same for r in records if (same := on_common(r, common)) is not None] if common.stride > 1 else []
     lines = _buckets(shared, f", over {describe_tokens(records, common)}")
     return [f"<details><summary>By position, with {_recompute(records)}</summary>\n", *lines, "</details>\n"] if lines else []

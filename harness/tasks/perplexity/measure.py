@@ -123,7 +123,7 @@ def _read(
 
 
 def _precision(options: PerplexityOptions, job: Job) -> Precision | None:
-    """What decides when to stop; None if all of the text is read.
+    """Return the rule that decides when to stop reading; None if all of the text is read.
 
     Raises:
         MeasurementError: the reference has no figures, or a trend.

@@ -155,7 +155,7 @@ class Precision:
         return look.low is not None and look.high is not None and look.high - look.low <= 2 * self.until.interval
 
     def looks(self, taken: Sequence[Look]) -> Looks:
-        """What the record keeps of the looks taken, in order."""
+        """Return the looks taken, in order, as the record keeps them, with the reason for stopping."""
         narrow = self.is_narrow(taken[-1])
         return Looks(
             reference=self.file,

@@ -49,7 +49,7 @@ class Trace(Task):
 
     @staticmethod
     def total(options: TraceOptions) -> int:
-        """All prompts, and answers that are cut."""
+        """Tokens of all prompts and of answers at their limit."""
         return options.answers * (options.prompt + options.limit)
 
     @classmethod
@@ -71,7 +71,7 @@ class Trace(Task):
 
     @classmethod
     def windows(cls, options: TraceOptions) -> float:
-        """One a word."""
+        """Number of windows: one per word of an answer at its limit."""
         return options.answers * options.limit
 
     @classmethod
@@ -88,7 +88,7 @@ class Trace(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures but bytes; the programs are run again."""
+        """Recompute all figures except bytes, by running the programs again."""
         from kvbench.harness.tasks.trace.programs import figures
 
         return figures(json_lines(trace), record.cell.task_options(TraceOptions))
@@ -106,7 +106,7 @@ class Trace(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """Those of one answer."""
+        """(1, tokens of an answer) cached at most."""
         tokens = record.cell.most_kept
         return None if tokens is None else (1, tokens)
 
@@ -151,14 +151,14 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
     """The cells of a record's row, by heading; empty where a figure does not apply."""
     m, seconds = record.measured(TraceMetrics), record.facts.measured_seconds
     right = None if m is None else m.right
-    endings, told = (m.endings or {}, m.told) if m else ({}, [])
+    endings, judgements = (m.endings or {}, m.told) if m else ({}, [])
     return {
         "policy": row_label(record, records), "capacity": count(record.cell.capacity), "solved": percent_or_status(record),
         **{f"pass@{k}": _pass_at(m, k) for k in sorted({p.k for r in records for p in _pass_ats(r)})},
         "words right": percent(m.word_accuracy) if m and m.word_accuracy is not None else "",
         "first wrong word": _first_wrong(record) if m else "", "final state": count(m.final) if m else "",
         "ended, looped, cut": ", ".join(count(endings[name]) for name in ("ended", "looped", "cut") if endings),
-        "told": percent(sum(b.right for b in told) / sum(b.count for b in told)) if told else "",
+        "told": percent(sum(b.right for b in judgements) / sum(b.count for b in judgements)) if judgements else "",
         "held at the first wrong word": percent(m.held) if m and m.held is not None else "",
         "K/V": cache_bytes(m.kv_bytes) if m else "",
         "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / right)) if m and right else "",
@@ -174,11 +174,11 @@ def _pass_ats(record: Record) -> Sequence[Any]:
 
 def _pass_at(metrics: TraceMetrics | None, k: int) -> str:
     """pass@k in percent, with its interval."""
-    found = next((p for p in metrics.pass_at if p.k == k), None) if metrics else None
-    if found is None:
+    figure = next((p for p in metrics.pass_at if p.k == k), None) if metrics else None
+    if figure is None:
         return ""
-    ends = None if found.low is None or found.high is None else (found.low, found.high)
-    return f"{100 * found.share:.1f}{bracketed(ends, 1)}"
+    ends = None if figure.low is None or figure.high is None else (figure.low, figure.high)
+    return f"{100 * figure.share:.1f}{bracketed(ends, 1)}"
 
 
 def first_wrong(metrics: TraceMetrics) -> int | None:
@@ -207,22 +207,22 @@ def _told(metrics: TraceMetrics) -> Sequence[Between]:
 def _by_distance(records: Sequence[Record], about: str, parts: Callable[[TraceMetrics], Sequence[Between]]) -> list[str]:
     """A table of percent right by distance, with how many there are; none if there are none at all."""
     measured = [(r, {(p.from_, p.to): p for p in parts(m)}) for r in records if (m := r.measured(TraceMetrics))]
-    edges = sorted({edge for _, found in measured for edge in found})
+    edges = sorted({edge for _, by_edge in measured for edge in by_edge})
     if not edges:
         return []
     rows = [
         [
             row_label(r, records), count(r.cell.capacity),
-            *(f"{100 * p.right / p.count:.1f} of {p.count:,}" if (p := found.get(edge)) else "" for edge in edges),
+            *(f"{100 * p.right / p.count:.1f} of {p.count:,}" if (p := by_edge.get(edge)) else "" for edge in edges),
         ]
-        for r, found in measured
+        for r, by_edge in measured
     ]  # fmt: skip
     head = ["policy", "capacity", *(f"{start:,} to {stop - 1:,}" for start, stop in edges)]
     return [f"{about}\n", *table(head, rows, "lr" + "r" * len(edges))]
 
 
 def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
-    """For each moment of eviction and mode of positions a panel per capacity, with a line per policy, all its seeds together."""
+    """Yield charts of the answers without a wrong word, per `evict` and positions: a panel per capacity, a line per policy."""
     measured = [r for r in records if r.measured(TraceMetrics)]
     caches = [r.cell for r in measured if not is_reference(r)]
     for evicts, positions in dict.fromkeys((cell.evicts, cell.positions) for cell in caches):
@@ -260,9 +260,9 @@ def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
 
 def _curve(records: Sequence[Record]) -> list[dict[str, float]]:
     """Percent of answers without a wrong word, after 0 words and after each word that is the first wrong one of any."""
-    found = [m for r in records if (m := r.measured(TraceMetrics))]
-    wrong = sorted(right + 1 for m in found for right, o in zip(m.words_right, m.outcomes or "", strict=True) if o == "0")
-    answers, last = sum(m.questions for m in found), max(right for m in found for right in m.words_right)
+    measured = [m for r in records if (m := r.measured(TraceMetrics))]
+    wrong = sorted(right + 1 for m in measured for right, o in zip(m.words_right, m.outcomes or "", strict=True) if o == "0")
+    answers, last = sum(m.questions for m in measured), max(right for m in measured for right in m.words_right)
     points = {0: 100.0} | {word: 100 - 100 * number / answers for number, word in enumerate(wrong, 1)}
     points[max(last, *points)] = 100 - 100 * len(wrong) / answers
     return [{"words": word, "right": round(share, 2)} for word, share in sorted(points.items())]

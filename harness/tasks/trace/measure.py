@@ -34,10 +34,10 @@ def measure(options: TraceOptions, job: Job) -> TraceMetrics:
         for start in range(0, options.answers, at_once):
             numbers = range(start, min(start + at_once, options.answers))
             answers, decoder, streams = (_predict if options.teacher else _write)(options, job, numbers)
-            for number, (said, held) in zip(numbers, answers, strict=True):
+            for number, (tokens, held) in zip(numbers, answers, strict=True):
                 program, sample = divmod(number, options.samples)
                 prompt = data.words(data.prompts[program, data.prefix :].tolist())
-                words = {"prompt": " ".join(prompt), "said": " ".join(data.words(said)), "held": held}
+                words = {"prompt": " ".join(prompt), "said": " ".join(data.words(tokens)), "held": held}
                 lines.append({"program": program, "sample": sample, **words})
                 trace.write(json.dumps(lines[-1]) + "\n")
             sizes = {name: max(size, getattr(decoder, name) // streams) for name, size in sizes.items()}
@@ -57,7 +57,7 @@ def _write(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[lis
     data: TraceData = job.data
     end = data.tokenizer.convert_tokens_to_ids("end")
     traces = [data.traces[number // options.samples].tolist() for number in numbers]
-    said: list[list[int]] = [[] for _ in numbers]
+    answers: list[list[int]] = [[] for _ in numbers]
     held: dict[int, float | None] = {}  # of the answers that have a wrong word
     rows = list(range(len(numbers)))  # the answer of each stream
     decoder, logits = _opened(options, job, numbers)
@@ -65,18 +65,18 @@ def _write(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[lis
     for place in range(options.limit):
         tokens = choose(_finite(logits), rows)
         for stream, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            if said[row][-1:] == [end]:
+            if answers[row][-1:] == [end]:
                 continue
-            said[row].append(token)
+            answers[row].append(token)
             if row not in held and token != traces[row][place]:
                 held[row] = decoder.fork([stream]).held(_sources(data, numbers[row] // options.samples, place))
-        unfinished = [stream for stream, row in enumerate(rows) if said[row][-1] != end]
+        unfinished = [stream for stream, row in enumerate(rows) if answers[row][-1] != end]
         if not unfinished:
             break
         if 2 * len(unfinished) <= len(rows):  # drop the finished streams
             decoder, rows, tokens = decoder.fork(unfinished), [rows[stream] for stream in unfinished], tokens[unfinished]
         logits = decoder(tokens[:, None])[:, -1]
-    return [(words, held.get(row)) for row, words in enumerate(said)], decoder, len(rows)
+    return [(words, held.get(row)) for row, words in enumerate(answers)], decoder, len(rows)
 
 
 def _predict(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[list[Said], Decoder, int]:

@@ -85,47 +85,47 @@ def trace_data(options: TraceOptions, tokenizer: PreTrainedTokenizerBase) -> Tra
     except ValueError as error:
         raise UserError(f"trace: {error}: choose other lines, registers or steps") from None
     prefix = opening(tokenizer)
-    traces = [[vocabulary[word] for step in made.steps() for word in step.words] for made in programs]
+    traces = [[vocabulary[word] for step in drawn.steps() for word in step.words] for drawn in programs]
     return TraceData(
-        np.array([[*prefix, *(vocabulary[word] for word in made.prompt())] for made in programs]),
+        np.array([[*prefix, *(vocabulary[word] for word in drawn.prompt())] for drawn in programs]),
         tuple(np.array(trace) for trace in traces), len(prefix), options.samples,
         sum(map(len, traces)) / options.step / len(traces), f"generated, data seed {options.data_seed}", tokenizer,
     )  # fmt: skip
 
 
-def sources(made: Program) -> Iterator[tuple[int, ...]]:
-    """For each word of the trace, the places of the words that it follows from. The prompt's first word has place 0.
+def sources(program: Program) -> Iterator[tuple[int, ...]]:
+    """Yield for each word of the trace the places of the words it follows from. The prompt's first word has place 0.
 
-    The name of a register and the next label, or `end`, come from the line in the prompt; a value comes from where it was said
-    last, a sum from its two operands. The words that carry the line's number come from the label that began the step, the one
-    that says which way it goes also from the sum. The register that is told comes from the prompt.
+    The name of a register and the next label, or `end`, come from the line in the prompt; a value comes from its previous
+    occurrence, a sum from its two operands. The words that carry the line's number come from the label that began the step; the
+    word for the branch also from the sum. The register whose value is told comes from the prompt.
     """
-    head = head_words(made.tell is not None)
-    at, lines = len(made.prompt()), {label: head + LINE_WORDS * number for number, label in enumerate(made.lines)}
-    said = {register: head + LINE_WORDS * len(lines) + 2 * register + 1 for register in range(len(made.values))}
-    for step in made.steps():
-        line, first, label = made.lines[step.label], lines[step.label], at - 1
+    head = head_words(program.tell is not None)
+    place, lines = len(program.prompt()), {label: head + LINE_WORDS * number for number, label in enumerate(program.lines)}
+    last_place = {register: head + LINE_WORDS * len(lines) + 2 * register + 1 for register in range(len(program.values))}
+    for step in program.steps():
+        line, first, label = program.lines[step.label], lines[step.label], place - 1
         operands = []
         for register, name in ((line.left, LEFT), (line.right, RIGHT)):
-            yield from ((first + name,), (said[register],))
-            operands.append(at + 1)
-            said[register], at = at + 1, at + 2
-            if made.restate == "full":
+            yield from ((first + name,), (last_place[register],))
+            operands.append(place + 1)
+            last_place[register], place = place + 1, place + 2
+            if program.restate == "full":
                 yield (label,)
-                at += 1
+                place += 1
         yield from ((first + TARGET,), tuple(operands))
-        said[line.target], at = at + 1, at + 2
-        result = at - 1
-        if made.tell is not None:
-            yield from ((TOLD,), (said[made.tell],))
-            said[made.tell], at = at + 1, at + 2
+        last_place[line.target], place = place + 1, place + 2
+        result = place - 1
+        if program.tell is not None:
+            yield from ((TOLD,), (last_place[program.tell],))
+            last_place[program.tell], place = place + 1, place + 2
         yield from ((label, result), (first + (JUMP if step.values[line.target] else ZERO),))
-        at += 2
+        place += 2
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer, judged.
+    """Judgement of an answer.
 
     Attributes:
         right: it is the program's trace, word by word.
@@ -151,15 +151,15 @@ class Answer:
     reads: list[Judgement]
 
 
-def judged(prompt: str, said: str, options: TraceOptions) -> Answer:
-    """Judge an answer, beside the trace of the program in its prompt."""
-    made, words = Program.from_prompt(prompt.split()), said.split()
-    steps = list(itertools.islice(made.steps(), 2 * options.steps))
+def judged(prompt: str, answer: str, options: TraceOptions) -> Answer:
+    """Compare an answer with the trace of the program in its prompt."""
+    program, words = Program.from_prompt(prompt.split()), answer.split()
+    steps = list(itertools.islice(program.steps(), 2 * options.steps))
     trace = [word for step in steps for word in step.words]
     matches = [a == b for a, b in zip(words, trace, strict=False)]
     words_right = matches.index(False) if False in matches else len(matches)
     counted = len(trace) if options.teacher else words_right + 1
-    places = itertools.islice(sources(made), len(trace))
+    places = itertools.islice(sources(program), len(trace))
     reads = [
         (options.prompt + place - source[0], match)
         for place, (word, match, source) in enumerate(zip(trace[:counted], matches, places, strict=False))
@@ -167,14 +167,14 @@ def judged(prompt: str, said: str, options: TraceOptions) -> Answer:
     ]
     return Answer(
         right=words == trace, words=len(words), words_right=words_right, matches=sum(matches),
-        final=_last_values(made, words) == steps[-1].values, ending=_ending(words, len(made.lines) * options.step),
-        told=[] if made.tell is None else list(_told(words, made.tell, options.step)), reads=reads,
+        final=_last_values(program, words) == steps[-1].values, ending=_ending(words, len(program.lines) * options.step),
+        told=[] if program.tell is None else list(_told(words, program.tell, options.step)), reads=reads,
     )  # fmt: skip
 
 
-def _last_values(made: Program, words: Sequence[str]) -> tuple[int, ...]:
-    """The value that each register was last said to have, from the prompt on."""
-    values = list(made.values)
+def _last_values(program: Program, words: Sequence[str]) -> tuple[int, ...]:
+    """Values that the registers were last stated to have, from the prompt on."""
+    values = list(program.values)
     for name, value in itertools.pairwise(words):
         if name[0] == "v" and value.isdigit() and int(name[1:]) < len(values):
             values[int(name[1:])] = int(value)
@@ -199,7 +199,7 @@ def _told(words: Sequence[str], register: int, length: int) -> Iterator[Judgemen
 
 
 def figures(lines: Sequence[dict[str, Any]], options: TraceOptions) -> dict[str, Any]:
-    """All figures but bytes.
+    """Compute all figures except bytes.
 
     Args:
         lines: of the trace file, one per answer, program by program: `prompt` and `said`, in words, and `held`: the share of
@@ -226,14 +226,14 @@ def figures(lines: Sequence[dict[str, Any]], options: TraceOptions) -> dict[str,
 
 
 def _by_distance(judgements: Sequence[Sequence[Judgement]], options: TraceOptions) -> list[dict[str, int]]:
-    """What is right in each bucket of distances that has any."""
+    """Count the judgements, and the right ones, in each bucket of distances that has any."""
     distances, right = (np.array(x) for x in zip(*itertools.chain(*judgements), (0, False), strict=True))
-    found = []
+    result = []
     for start, stop in buckets(options.prompt + options.limit + 1):
         inside = (distances[:-1] >= start) & (distances[:-1] < stop)
         if inside.any():
-            found.append({"from": start, "to": stop, "count": int(inside.sum()), "right": int(right[:-1][inside].sum())})
-    return found
+            result.append({"from": start, "to": stop, "count": int(inside.sum()), "right": int(right[:-1][inside].sum())})
+    return result
 
 
 def _pass_at(outcomes: str, samples: int) -> Iterator[dict[str, Any]]:

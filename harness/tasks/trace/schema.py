@@ -80,7 +80,7 @@ class TraceOptions(Options):
 
 
 class Between(Part):
-    """What was right between two distances, in words."""
+    """Right steps or reads between two distances, which are in words."""
 
     from_: Annotated[Count, EXACT] = Field(alias="from", description="smallest distance")
     to: Annotated[Count, EXACT] = Field(description="first distance after the bucket")
