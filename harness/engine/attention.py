@@ -207,7 +207,7 @@ class RotaryFunctions:
 
 
 def rotary_functions(model: nn.Module) -> tuple[tuple[ModuleType, str, Callable[..., Any]], ...]:
-    """All functions in the files of a model's layers that rotate, going by their names."""
+    """Find the RoPE functions in the files of a model's layers, by their names. Returns (module, name, function) of each."""
     files = dict.fromkeys(sys.modules[type(layer).__module__] for layer in model.modules())
     named = ((file, name, value) for file in files for name, value in vars(file).items() if _ROTARY.fullmatch(name))
     return tuple((file, name, value) for file, name, value in named if callable(value))

@@ -95,7 +95,7 @@ def banded(
 
 @lru_cache(maxsize=16)
 def _band(tokens: int, before: int, window: int, device: torch.device) -> Tensor:
-    """Which of the L = before + T keys each query sees: itself and the `window` before it. [T, L] bool."""
+    """Return the mask of a band: of L = before + T keys, each query sees its own and the `window` before it. [T, L] bool."""
     age = torch.arange(before, before + tokens, device=device)[:, None] - torch.arange(before + tokens, device=device)
     return (age >= 0) & (age <= window)
 

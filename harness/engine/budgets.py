@@ -1,4 +1,4 @@
-"""Which heads share tensors: those of one shape that may hold as many tokens.
+"""Group the KV heads that share tensors: those of the same shape and the same budget.
 
 Axis letters: B streams, L layers, H KV heads.
 """
@@ -57,10 +57,10 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
 
 
 def floor_of(policy: Policy, capacity: int) -> int | None:
-    """What every head keeps at least where the heads of a layer compete; None where they don't.
+    """Return the least number of tokens per head where the heads of a layer compete; None where they don't.
 
     Raises:
-        ValueError: it is no number of tokens that all heads can keep.
+        ValueError: the policy's floor is not a number of tokens that all heads can keep.
     """
     floor = policy.pool_floor(capacity)
     if floor is not None and not 1 <= floor <= capacity:
@@ -150,7 +150,7 @@ class Layout:
         return Cadence.from_start(kept, self._config.every).after(length, held), self._limits(shape, kept)
 
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
-        """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
+        """Return the budget of slots that evict while tokens are read. A competing head may hold what all others leave."""
         floor, pages = None if kept is None else floor_of(self.bound(kept), kept), self._config.pages
         if pages is not None and kept is not None and kept % pages.size:
             raise ValueError(f"a layer with a sliding window keeps {kept} tokens, which don't make up pages of {pages.size}")

@@ -192,13 +192,13 @@ class ClosedForm:
         return (0, used) if used <= self._capacity else (self._capacity - self._window, self._window)
 
     def _positions(self, used: int, rows: Rows) -> Tensor:
-        """Of the tokens kept, oldest first. [N, n]."""
+        """Return the positions of the tokens that are kept, oldest first. [N, n] int64."""
         (head, tail), device = self._kept(used), rows.keys.device
         kept = torch.cat([torch.arange(head, device=device), torch.arange(used - tail, used, device=device)])
         return kept.expand(len(rows.keys), -1)
 
     def _keep(self, rows: Rows, keys: Tensor, values: Tensor, used: int) -> None:
-        """What is held once the block is over. keys, values: all held and new. [N, L, D]."""
+        """Store the tokens that remain after the block. keys, values: of all cached and new tokens. [N, L, D]."""
         head, tail = self._kept(used)
         parts = [slice(0, head), slice(keys.shape[1] - tail, keys.shape[1])]
         keys, values = (torch.cat([x[:, p] for p in parts], 1) for x in (keys, values))

@@ -252,14 +252,14 @@ def _held_positions(read: CachedDecoder, cache: int) -> Tensor:
 
 
 def _same_positions(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Which rows are alike, with as many positions in each. [B, H, S], [B, H, S'] int64 -> [B, H] bool."""
+    """Compare the cached positions of each row, sorted and of equal number. [B, H, S], [B, H, S'] int64 -> [B, H] bool."""
     longest = max(ours.shape[2], theirs.shape[2])
     ours, theirs = (pad(x, (longest - x.shape[2], 0), value=-1) for x in (ours, theirs))
     return (ours == theirs).all(-1)
 
 
 def _same_codes(ours: CachedDecoder, theirs: CachedDecoder, cache: int) -> Tensor:
-    """Which rows of a coded cache hold the same codes, if they hold the same tokens. -> [B, H] bool."""
+    """Compare the codes of each row of a coded cache, assuming the rows hold the same tokens. -> [B, H] bool."""
     same = torch.ones(ours.streams, ours.model.layers[cache].heads, dtype=torch.bool, device=ours.walks[0].slots.device)
     for mine, other in zip(ours.shares[cache], theirs.shares[cache], strict=True):
         pairs = zip(_stored(ours.walks[mine.walk], cache), _stored(theirs.walks[other.walk], cache), strict=True)
@@ -282,5 +282,5 @@ def is_exact(dtype: torch.dtype) -> bool:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """By how much two ways of computing the same logits, or attention, may differ, relative to the largest."""
+    """Tolerance for two computations of the same logits or attention, relative to the largest magnitude."""
     return _ROUNDING.get(dtype, _ROUNDING_16_BITS)

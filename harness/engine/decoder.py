@@ -18,7 +18,7 @@ from kvbench.policies import Policy, PositionMode
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Which tokens a decoder keeps, and where RoPE puts them.
+    """Configuration of a decoder's cache: which tokens are kept, and the positions RoPE gives them.
 
     Attributes:
         policy: not yet bound to the capacity.

@@ -29,7 +29,7 @@ _ALL = 2**62
 
 @dataclass(frozen=True)
 class OwnLoopCheck:
-    """What a check of a contestant found.
+    """Result of a contestant's check.
 
     Attributes:
         loop: how it may be read.

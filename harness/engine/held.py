@@ -1,4 +1,4 @@
-"""What rows of cache slots hold, of one layer or of all layers that share their tensors.
+"""Contents of rows of cache slots: of one layer, or of all layers that share their tensors.
 
 Axis letters: L layers, B streams, H KV heads, R = L * B * H rows, N rows of one layer, S slots, D key dim, Dv value dim,
 n tokens held, k extra axes of a statistic.
@@ -18,7 +18,7 @@ from kvbench.policies import CacheView, Statistic, Written
 
 
 class Held(NamedTuple):
-    """What one layer holds, oldest first."""
+    """Cached tokens of a layer, oldest first."""
 
     keys: Tensor  # [N, n, D]
     values: Tensor  # [N, n, Dv]
@@ -82,12 +82,12 @@ class HeldRows:
 
     @property
     def keys(self) -> Tensor:
-        """What is stored: of a coded cache, made by each call. [R, S, D], the model's dtype."""
+        """Stored keys. A coded cache decodes them at every call. [R, S, D], the model's dtype."""
         return self._keys.read()
 
     @property
     def values(self) -> Tensor:
-        """The same of V. [R, S, Dv]."""
+        """Stored values. A coded cache decodes them at every call. [R, S, Dv], the model's dtype."""
         return self._values.read()
 
     def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
@@ -115,12 +115,12 @@ class HeldRows:
         return rank, position, step[(self._pages.row[pages] - self._part.start).clamp(min=0)]
 
     def _take_pages(self, last: Tensor) -> None:
-        """In a pool, let each row have pages up to a slot. last: its flat index. [R] int64."""
+        """Give each row of a pool the pages up to its slot `last`; do nothing without a pool. last: flat indices. [R] int64."""
         if self._pages is not None:
             self._pages.take(self._part, last - self._row_base + 1)
 
     def _at(self, slots: Tensor) -> Tensor:
-        """Where K and V of slots lie. Flat indices, [n] int64 -> the same."""
+        """Map slots to the places of their K and V, which differ in a pool. Flat indices, [n] int64 -> [n] int64."""
         return slots if self._pages is None else self._pages.places(slots)
 
     def empty_slots(self, count: int) -> Tensor:
@@ -165,7 +165,7 @@ class HeldRows:
         self.free.copy_(self._row_base + counts)
 
     def written(self, key: Tensor, value: Tensor, step: Tensor, ids: Tensor) -> dict[Statistic, Tensor]:
-        """What statistics compute of tokens when they are written, in the rows of one layer. [N, T, *k] each.
+        """Compute what statistics note of tokens when they are written, in the rows of one layer. [N, T, *k] each.
 
         Args:
             key: unrotated, paired. [N, T, D].

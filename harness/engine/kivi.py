@@ -34,7 +34,7 @@ class KiviKeys:
 
     @classmethod
     def empty(cls, codec: Kivi, like: Tensor) -> KiviKeys:
-        """For as many rows and slots as a tensor has. like: [R, S, D], the model's dtype.
+        """Create an empty store of keys. like: tensor of its rows, slots and dtype. [R, S, D].
 
         Raises:
             ValueError: groups don't fill whole bytes.
@@ -51,12 +51,12 @@ class KiviKeys:
         return KiviKeysWindow(self, rows, slots, rank[rows])
 
     def extended(self, slots: int) -> KiviKeys:
-        """The same with more slots."""
+        """Return a copy with `slots` slots, the new ones empty."""
         codes, scale, zero = (extended(x, slots // self.codec.residual, 0) for x in (self.codes, self.scale, self.zero))
         return KiviKeys(self.codec, codes, scale, zero, self.exact)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> KiviKeys:
-        """The same with every tensor changed."""
+        """Return a copy with `change` applied to every tensor."""
         return KiviKeys(self.codec, *(change(x) for x in (self.codes, self.scale, self.zero, self.exact)))
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
@@ -84,7 +84,7 @@ class KiviKeysWindow(Padded):
         return torch.where(ours, self._exact[:, at % size], self._decoded())
 
     def _decoded(self) -> Tensor:
-        """What the slots hold once their blocks are complete; zeros where a block has no room. [N, S, D]."""
+        """Decode the keys of complete blocks; zeros in slots whose block has no room. [N, S, D], the model's dtype."""
         keys = decoded(*self._parts, self._codec.bits).mT.flatten(1, 2)
         missing = self._slots - keys.shape[1]
         return torch.nn.functional.pad(keys, (0, 0, 0, missing))
@@ -130,7 +130,7 @@ class KiviValues(CodedStore):
 
     @classmethod
     def of_kivi(cls, codec: Kivi, like: Tensor) -> KiviValues:
-        """For as many rows and slots as a tensor has. like: [R, S, D], the model's dtype.
+        """Create an empty store of values. like: tensor of its rows, slots and dtype. [R, S, D].
 
         Raises:
             ValueError: heads of this size can't be coded.

@@ -138,7 +138,7 @@ class CachedDecoder:
             raise ValueError("positions 'clamped' need a limit: the model's config states no training length")
         if model.learned_positions and config.policy.evicts and config.positions != "stream":
             raise ValueError("the model's positions are learned, so kept tokens stay where they stood: positions must be stream")
-        method = method if config.kv is None else method.for_codes()
+        method = method if config.kv is None else method.without_unsupported_by_codec()
         self.model, self.config, self._method = model, config, method
         self._layout = Layout(model, config, streams, dtype)
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream

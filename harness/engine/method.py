@@ -1,4 +1,4 @@
-"""Which shortcuts past the plain walk a decoder may take."""
+"""Choice of the shortcuts past the plain walk that a decoder may take."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Method:
     fused: bool = False
     own_loop: OwnLoop = _UNCHECKED
 
-    def for_codes(self) -> Method:
-        """With the shortcuts that can read a coded cache: runs, and the kernel of a step."""
+    def without_unsupported_by_codec(self) -> Method:
+        """Return the method with only the shortcuts that can read a coded cache: runs, and the step kernel."""
         return replace(PLAIN_WALK if self.fill else TOKEN_BY_TOKEN, step_kernel=self.step_kernel)
 
     def limited_to(self, ran: Mapping[str, int]) -> Method:
-        """Without the shortcuts that have not answered. ran: how often each has, as in `RAN`."""
+        """Return the method without the shortcuts that never ran. ran: number of runs of each, as in `RAN`."""
         used: dict[str, Any] = {field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()}
         method = replace(self, **used)
         return replace(method, fused=method.fused and method.captured)

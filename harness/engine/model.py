@@ -146,7 +146,7 @@ class Model:
             return forward(self.hf, tokens, self._positions(tokens, positions), backend, keep)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """What the model is told: where tokens stand if its positions are learned, else 0, as RoPE is the backend's. [B, T]."""
+        """Positions passed to the model: the tokens' own if they are learned, else 0, as the backend applies RoPE. [B, T]."""
         if not self.learned_positions:
             return torch.zeros_like(tokens)
         if positions is None:

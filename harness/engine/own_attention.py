@@ -1,4 +1,4 @@
-"""Which function computes a model's attention: one that is registered with transformers, or the model's own."""
+"""Switch the function that computes a model's attention: one registered with transformers, or the model's own."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Block:
         return None if self.seen is None else self.seen + self.tokens
 
     def on(self, device: torch.device) -> Block:
-        """The same block on a device."""
+        """Return the block with its tensors on a device."""
         if self.steps.device == device:
             return self
         return Block(self.steps.to(device), None if self.valid is None else self.valid.to(device), self.seen, self.ids.to(device))
@@ -55,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a block's tokens go, in every row of the slots it is walked in: one entry a token.
+    """Places of a block's tokens in every row of the slots it is walked in: one entry per token.
 
     Attributes:
         ranks: rank of the token, or that of an empty slot if it does not count; None where only the device knows. [R] int64 each.
@@ -78,7 +78,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Fill:
-    """Nothing is evicted before the block ends: causal attention in one go, rank = position = slot.
+    """Plan of a block during which nothing is evicted: causal attention in one pass, with rank = position = slot.
 
     Attributes:
         seen: tokens before the block.
@@ -91,7 +91,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Closed:
-    """What every token sees is known beforehand: banded attention in one go.
+    """Plan of a block whose visible tokens are known beforehand: banded attention in one pass.
 
     Attributes:
         form: that computes it.
@@ -108,7 +108,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class CompiledWalk:
-    """A kernel walks the block inside each layer.
+    """Plan of a block that a kernel walks inside each layer.
 
     Attributes:
         kernel: that walks.
@@ -164,7 +164,7 @@ class PlainWalk:
 
 @dataclass(frozen=True)
 class Step:
-    """One token: each layer writes and attends, and the bookkeeping of all layers is done at once after the last.
+    """Plan of a single token: each layer writes and attends; after the last, the bookkeeping of all layers is done at once.
 
     Attributes:
         places: of the token, for the rows of all layers.

@@ -35,7 +35,7 @@ def pages_for(tokens: int, rows: int, full: int | None, size: int) -> int:
 
 
 class PageTable:
-    """Which row has which page.
+    """Assignment of pages to rows.
 
     Attributes:
         size: slots of a page.
@@ -60,7 +60,7 @@ class PageTable:
 
     @classmethod
     def empty(cls, rows: int, slots: int, layers: int, pages: int, size: int, device: torch.device) -> PageTable:
-        """Of rows that hold nothing."""
+        """Create the table of rows that hold no token."""
         return cls(torch.full((rows, -(-slots // size)), -1, device=device), slots, layers, pages, size)
 
     @property
@@ -109,10 +109,10 @@ class PageTable:
         table.masked_fill_(goes, -1)
         self.note_owners()
 
-    def places(self, at: Tensor) -> Tensor:
-        """Where slots lie in the pool; negative where their row has no page. at: flat indices in rows, int64 -> the same."""
-        slot = at % self._slots
-        page = self.table.flatten()[at // self._slots * self.table.shape[1] + slot // self.size]
+    def places(self, slots: Tensor) -> Tensor:
+        """Return slots' places in the pool; negative where the row has no page. slots: flat indices in rows, int64 -> same."""
+        slot = slots % self._slots
+        page = self.table.flatten()[slots // self._slots * self.table.shape[1] + slot // self.size]
         return page * self.size + slot % self.size
 
     def used(self, table: Tensor) -> int:
@@ -156,7 +156,7 @@ class PagedStore:
 
     @classmethod
     def empty(cls, table: PageTable, like: Tensor) -> PagedStore:
-        """For the rows of a table. like: any tensor of their dtype and size, [..., D]."""
+        """Create an empty store for the rows of a table. like: any tensor of its dtype and D, [..., D]."""
         return cls(table, like.new_zeros(len(table.row), table.size, like.shape[-1]))
 
     def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> PagedWindow:
@@ -187,11 +187,11 @@ class PagedWindow:
         self.parts = (store.tensor,)
 
     def _local(self) -> Tensor:
-        """Each row's pages among those of these layers; any where there is none. [N, W'] int64."""
+        """Return each row's pages, counted from these layers' first page; arbitrary where there is none. [N, W'] int64."""
         return (self._table.table[self._rows, : self._width] - self._pages.start).clamp(min=0)
 
     def read(self) -> Tensor:
-        """What the slots hold; of those without a page, anything. A copy."""
+        """Return a copy of the slots' contents, arbitrary in slots without a page. [N, S, D]."""
         local = self._local()
         return self._tensor.index_select(0, local.flatten()).unflatten(0, local.shape).flatten(1, 2)[:, : self._slots]
 

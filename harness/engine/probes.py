@@ -1,4 +1,4 @@
-"""What probe runs of a model show at load: shapes of its layers, which of them share K and V, and what follows attention.
+"""Probe a model at load: the shapes of its layers, the layers that share K and V, and the projection after attention.
 
 Axis letters: B streams, T tokens, H KV heads, G query heads of a KV head, D head dim, E hidden size.
 """
@@ -138,7 +138,7 @@ def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[Lay
 
 
 def sources(hf: PreTrainedModel) -> list[int]:
-    """Of every layer, the first one that attends over the same K and V: itself, if they are its own.
+    """Return for each layer the index of the first layer that attends over the same K and V: its own index if none is earlier.
 
     K and V of a few tokens are compared, and not their storage or the config: a copy need not be kept twice either, and this
     holds for any family. Of a layer that reads a later one's, which aren't there yet, its module says which (`later_source`).

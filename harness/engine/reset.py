@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def between_resets(config: CacheConfig) -> CacheConfig | None:
-    """What the cache of a policy that resets is like; None for other policies. It is never fuller than its slots allow."""
+    """Return the config of a resetting policy's cache between resets, which never evicts; None for other policies."""
     return CacheConfig(Window(), config.capacity, "stream") if isinstance(config.policy, Reset) else None
 
 
@@ -62,7 +62,7 @@ class ResetDecoder(RecomputeDecoder):
         return seen if past < 0 else self._restart + 1 + past % (self.length - self._restart)
 
     def _window_lengths(self, seen: Tensor) -> Tensor:
-        """The same for numbers of tokens that only the device knows."""
+        """Return `_windowed` for numbers of tokens that only the device knows."""
         past = seen - self.length - 1
         return seen.where(past < 0, self._restart + 1 + past % (self.length - self._restart))
 
@@ -89,7 +89,7 @@ class ResetDecoder(RecomputeDecoder):
         return torch.cat(out, 1)
 
     def _places(self, wanted: Sequence[int], first: int, count: int) -> Tensor | None:
-        """Where tokens of a block are in a part of `count` tokens that begins at `first`; None if they are all of them."""
+        """Return the indices of wanted tokens in a part of `count` tokens that begins at `first`; None if all are wanted."""
         if len(wanted) == count:
             return None
         if isinstance(wanted, range):

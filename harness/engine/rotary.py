@@ -41,7 +41,7 @@ class Rotation:
     _split_tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def pair(self, x: Tensor) -> Tensor:
-        """The same vectors with paired dims side by side. [..., D] -> [..., D]."""
+        """Reorder the dims of vectors so that paired dims are adjacent. [..., D] -> [..., D]."""
         if self.halves is None or self.halves < _FAST_INTERLEAVE_MIN_PAIRS or x.numel() < _FAST_INTERLEAVE_MIN_ELEMENTS:
             return x.index_select(-1, self.order)
         first, second, rest = x.split([self.halves, self.halves, x.shape[-1] - 2 * self.halves], -1)
@@ -130,7 +130,7 @@ class QueryFactors:
 
 
 class Placement:
-    """Where RoPE puts the keys and queries of a cache, by position mode.
+    """Positions that RoPE gives to the keys and queries of a cache, by position mode.
 
     Attributes:
         rotation: of the layers; None without RoPE.

@@ -65,7 +65,7 @@ class Rows(HeldRows):
         return held[:, None]
 
     def room_for_seen(self) -> dict[Seen, Tensor]:
-        """Where a step may put what statistics read of it. [R, G, ...] each."""
+        """Allocate buffers for what statistics read of a step's attention. [R, G, ...] each."""
         shape, attended, narrow = self._slots.shape, self.rank.shape[1], self._slots.dtype
         last = {"weights": attended, "logits": attended, "queries": shape.key_dim, "outputs": shape.value_dim}
         types = {"weights": self._slots.wide, "logits": self._slots.wide}
@@ -155,7 +155,7 @@ class Rows(HeldRows):
             self._close_up(pool, victims, count)
 
     def _close_up(self, pool: Sequence[PagedStore], victims: Tensor, count: Tensor) -> None:
-        """In a pool, let each row's last tokens take the slots of its victims, and give back the pages that this leaves empty.
+        """Move each row's last tokens to the slots of evicted tokens, and return the pages that this empties to the pool.
 
         victims: [R, S] bool; count: tokens before, [R, 1] int64.
         """
@@ -192,7 +192,7 @@ class Rows(HeldRows):
         return new_keys, self._values.entered(at, values.flatten(0, 1), old_values)
 
     def seen_by(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        """What the tokens of a run see of what `enter` returned. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
+        """Return which keys from `enter` each token of a run sees. ranks, steps: of tokens, [R, T] int64 -> [R, T, S] bool."""
         sees, window, codec = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window, self._slots.codec
         if window is not None:
             sees = sees & (steps[..., None] - self.position[:, None] < window)
@@ -202,7 +202,7 @@ class Rows(HeldRows):
         return torch.cat([sees & part for part in parts], -1)
 
     def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """What statistics read of a run, where each slot was offered in several stages, and seen in one."""
+        """Merge what statistics read of a run: a coded slot appears once per storage stage, and is visible in one of them."""
         if self._slots.codec is None:
             return dict(seen)
         size = self.rank.shape[1]

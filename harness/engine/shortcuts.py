@@ -181,7 +181,7 @@ class Shortcuts:
         return torch.cat(out, 2).unflatten(0, by_head).flatten(1, 2)
 
     def _paired(self, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Both with paired dims side by side, and queries by KV head. [B, H * G, T, D], [B, H, T, D] -> [B, H, G, T, D], keys."""
+        """Pair the dims of both, group queries by KV head. [B, H * G, T, D], [B, H, T, D] -> [B, H, G, T, D], [B, H, T, D]."""
         rotation, query = self._placement.rotation, query.unflatten(1, (keys.shape[1], -1))
         return (query, keys) if rotation is None else (rotation.pair(query), rotation.pair(keys))
 
@@ -198,7 +198,7 @@ class Shortcuts:
         rows.free += keys.shape[2]
 
     def _written(self, plan: CompiledWalk, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
-        """What statistics compute of a block's tokens before a kernel walks it. [N, T, *k] each."""
+        """Compute what statistics note of a block's tokens when they are written, before a kernel walks it. [N, T, *k] each."""
         if not self._writes:
             return {}
         if plan.kernel.rotates and self._placement.rotation is not None:

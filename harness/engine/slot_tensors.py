@@ -45,7 +45,7 @@ class SlotTensors:
         self.flat_states = {s: x.flatten(0, 1) for s, x in states.items() if s.per == "slot"}
 
     def extended(self, slots: int) -> SlotTensors:
-        """The same with more slots, the new ones empty."""
+        """Return a copy with `slots` slots, the new ones empty."""
         self.rank.masked_fill_(self.rank == self.rank.shape[1], slots)
         states = {s: extended(x, slots, s.initial) if s.per == "slot" else x for s, x in self.states.items()}
         keys, values = self._stores(slots=slots)
@@ -53,13 +53,13 @@ class SlotTensors:
         return SlotTensors(keys, values, rank, position, states, self.free - self.row_base)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> SlotTensors:
-        """The same with every tensor changed, along its rows."""
+        """Return a copy with `change`, which may select or repeat rows, applied to every tensor."""
         states = {s: change(x) for s, x in self.states.items()}
         keys, values = self._stores(change=change)
         return SlotTensors(keys, values, change(self.rank), change(self.position), states, change(self.free - self.row_base))
 
     def repaged(self, pages: int) -> SlotTensors:
-        """The same with other numbers of pages in a layer's pool."""
+        """Return a copy with `pages` pages in each layer's pool."""
         return SlotTensors(*self._stores(pages=pages), self.rank, self.position, self.states, self.free - self.row_base)
 
     def _stores(

@@ -27,7 +27,7 @@ BUCKET = 256  # slots; a cache that is not full attends over the next multiple o
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer's cache needs to know of its model. Layers that compare equal share their tensors.
+    """Properties of a layer that its cache depends on. Layers that compare equal share their tensors.
 
     Attributes:
         heads: KV heads.
@@ -60,7 +60,7 @@ class LayerShape:
 
     @property
     def sizes(self) -> HeadSizes:
-        """Of one KV head."""
+        """Sizes of one KV head, as policies see them."""
         return HeadSizes(self.group, self.key_dim, self.value_dim)
 
     def kv_bytes(self, slots: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
@@ -78,7 +78,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the heads of some layers may hold.
+    """Number of tokens that the heads of some layers may hold.
 
     Attributes:
         capacity: tokens per head held after an eviction, on average; None if all are.
@@ -136,11 +136,11 @@ class Cadence:
 
     @classmethod
     def from_start(cls, capacity: int | None, every: int = 1) -> Cadence:
-        """Of a stream whose cache fills token by token."""
+        """Create the cadence of a stream whose cache fills token by token."""
         return cls(capacity, every, capacity or 0)
 
     def after(self, prompt: int, held: int) -> Cadence:
-        """The same, from the end of a prompt of which at most `held` tokens a head are held."""
+        """Return this cadence restarted after a prompt was cut to at most `held` tokens per head."""
         if self.capacity is None:
             return Cadence(None, self.every, 0, prompt - held)
         return Cadence(self.capacity, self.every, max(prompt, self.capacity))
@@ -152,7 +152,7 @@ class Cadence:
         return seen if seen < self.origin else self.capacity + (seen - self.origin) % self.every
 
     def held_of(self, seen: Tensor) -> Tensor:
-        """The same for numbers of tokens that only the device knows. Any shape, int64."""
+        """Return `held` for numbers of tokens that only the device knows. Any shape, int64."""
         if self.capacity is None:
             return seen - self.dropped
         return seen.where(seen < self.origin, self.capacity + (seen - self.origin) % self.every)
@@ -330,7 +330,7 @@ class Slots:
         return self.tensors.keys.held_bytes(held, position) + self.tensors.values.held_bytes(held, position)
 
     def held(self, positions: Tensor) -> Tensor:
-        """Which tokens of the first stream are held. positions: [K] int64 -> [L, H, K] bool."""
+        """Return whether the tokens at these positions of the first stream are cached. positions: [K] int64 -> [L, H, K] bool."""
         by_stream = (len(self.layers), self.streams, self.shape.heads, -1)
         position = self.tensors.position.view(by_stream)[:, 0]
         occupied = self.tensors.rank.view(by_stream)[:, 0] < self.empty_rank

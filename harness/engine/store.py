@@ -24,7 +24,7 @@ class Window(Protocol):
         """The tensors of these rows, as the store's class has them."""
 
     def read(self) -> Tensor:
-        """What the slots hold. [N, S, D], the model's dtype."""
+        """Return the slots' contents, decoded. [N, S, D], the model's dtype."""
 
     def write(self, at: Tensor, x: Tensor) -> None:
         """Put vectors into slots, as many in each row; their positions are entered before.
@@ -68,7 +68,7 @@ class Padded:
     """The attention of windows that read all rows at once."""
 
     def read(self) -> Tensor:
-        """What the slots hold. [N, S, D]."""
+        """Return the slots' contents, decoded. [N, S, D], the model's dtype."""
         raise NotImplementedError
 
     def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
@@ -93,10 +93,10 @@ class Store(Protocol):
         """The first `slots` slots of some rows. position, rank: as in `SlotTensors`, of all rows and slots. [R, S] int64."""
 
     def extended(self, slots: int) -> Self:
-        """The same with more slots."""
+        """Return a copy with `slots` slots, the new ones empty."""
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed, along its rows."""
+        """Return a copy with `change`, which may select or repeat rows, applied to every tensor."""
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
         """Bytes that the tokens held take. Syncs with the host. held: [R, S] bool; position: [R, S] int64."""
@@ -117,11 +117,11 @@ class FloatStore:
         return FloatWindow(self.tensor[rows, :slots], self.flat)
 
     def extended(self, slots: int) -> FloatStore:
-        """The same with more slots."""
+        """Return a copy with `slots` slots, the new ones zero."""
         return FloatStore(extended(self.tensor, slots, 0))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> FloatStore:
-        """The same with the tensor changed."""
+        """Return a copy with `change` applied to the tensor."""
         return FloatStore(change(self.tensor))
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
@@ -181,7 +181,7 @@ class CodedStore:
 
     @classmethod
     def empty(cls, codec: Codec, like: Tensor) -> Self:
-        """For as many rows and slots as a tensor has. like: [R, S, D], the model's dtype.
+        """Create an empty store. like: tensor of its rows, slots and dtype. [R, S, D].
 
         Raises:
             ValueError: heads of this size can't be coded.
@@ -197,12 +197,12 @@ class CodedStore:
         return CodedWindow(self, rows, slots, position[rows])
 
     def extended(self, slots: int) -> Self:
-        """The same with more slots."""
+        """Return a copy with `slots` slots, the new ones empty."""
         codes, scale, zero = (extended(x, slots, 0) for x in (self.codes, self.scale, self.zero))
         return type(self)(self.codec, codes, scale, zero, self.exact)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed."""
+        """Return a copy with `change` applied to every tensor."""
         return type(self)(self.codec, *(change(x) for x in (self.codes, self.scale, self.zero, self.exact)))
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
@@ -223,11 +223,11 @@ class CodedWindow(Padded):
         self.parts = self._codes, self._scale, self._zero, self._exact
 
     def _order(self) -> Tensor:
-        """When the token of each slot came; -1 where there is none. [N, *] int64."""
+        """Return the order of arrival of each slot's token; -1 where there is none. [N, *] int64."""
         return self._account
 
     def read(self) -> Tensor:
-        """What the slots hold: the code, or what the token was if it is exempt."""
+        """Return the slots' contents: decoded, or exact for exempt tokens. [N, S, D]."""
         x, last = self._decoded(), self._codec.exempt - 1
         if last < 0:
             return x
@@ -236,7 +236,7 @@ class CodedWindow(Padded):
         return torch.where(place <= last, self._exact.take_along_dim(place.clamp(max=last), 1), x)
 
     def _decoded(self) -> Tensor:
-        """What the slots hold once no token is exempt. [N, S, D]."""
+        """Decode all slots as if no token were exempt. [N, S, D]."""
         return decoded(self._codes, self._scale, self._zero, self._codec.bits)
 
     def write(self, at: Tensor, x: Tensor) -> None:
@@ -266,7 +266,7 @@ class CodedWindow(Padded):
         return torch.cat([self._decoded(), with_run(before, at % self._account.shape[1], x)], 1)
 
     def _place(self, order: Tensor, of_all: Tensor) -> Tensor:
-        """Where tokens are held if they are exempt; E if not. order: of the tokens; of_all: of all slots. [N, n] int64."""
+        """Return tokens' places among the exempt; E for coded tokens. order: of tokens; of_all: of all slots. [N, n] int64."""
         codec = self._codec
         place = codec.sinks + order % codec.recent if codec.recent else order
         place = torch.where(order < codec.sinks, order, place)
@@ -291,21 +291,21 @@ class StoredView(CacheView):
 
 
 def is_exempt(codec: Codec, position: Tensor, newest: Tensor) -> Tensor:
-    """Which tokens are held in the model's dtype. position: -1 where there is none; newest: read so far. Any shape, int64."""
+    """Return which tokens are exempt from coding. position: -1 in empty slots; newest: newest position. Any shape, int64."""
     return ((position < codec.sinks) | (newest - position < codec.recent)) & (position >= 0)
 
 
 def stages(codec: Codec, position: Tensor, rank: Tensor, steps: Tensor, ranks: Tensor) -> list[Tensor]:
-    """As what the tokens of a run see each slot: a mask for each of what `Window.entered` returns of it.
+    """Return, per storage stage of `Window.entered`, the (token, slot) pairs that read the slot in that stage.
 
     Args:
         position: of the slots. [R, 1, S] int64.
-        rank: the same.
+        rank: of the slots. [R, 1, S] int64.
         steps: of the run's tokens. [R, T, 1] int64.
-        ranks: the same.
+        ranks: of the run's tokens. [R, T, 1] int64.
 
     Returns:
-        Coded and exempt; of KIVI both coded, key coded and both exempt. [R, T, S] bool each, of which one is true.
+        Masks of (coded, exempt); for KIVI of (both coded, key coded, both exempt). [R, T, S] bool each; exactly one is true.
     """
     if isinstance(codec, Kivi):
         value, key = ranks - rank <= codec.residual, rank // codec.residual == ranks // codec.residual
@@ -315,13 +315,13 @@ def stages(codec: Codec, position: Tensor, rank: Tensor, steps: Tensor, ranks: T
 
 
 def with_run(before: Tensor, slots: Tensor, x: Tensor) -> Tensor:
-    """What slots held before a run, and its tokens in theirs. before: [N, S, D]; slots: [n] int64, row by row; x: [n, D]."""
+    """Return the slots with a run's tokens put into theirs. before: [N, S, D]; slots: [n] int64, row by row; x: [n, D]."""
     of_rows = x.unflatten(0, (len(before), -1))
     return before.scatter(1, slots.view(*of_rows.shape[:2], 1).expand_as(of_rows), of_rows)
 
 
 def as_written(x: Tensor, position: Tensor, codec: Codec) -> Tensor:
-    """What is stored of tokens when they come. x: [..., D]; position: [...] int64 -> [..., D]."""
+    """Return tokens as they are read back right after they are stored. x: [..., D]; position: [...] int64 -> [..., D]."""
     exempt = is_exempt(codec, position, position)[..., None]
     return x if codec.codes_later else torch.where(exempt, x, decoded(*encoded(x, codec), codec.bits))
 

@@ -18,7 +18,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def tensors_in(value: Any, leave_out: tuple[type[Any], ...]) -> Iterator[torch.Tensor]:
-    """All tensors that an object holds, at any depth; of a quantized one, those that it consists of.
+    """Yield the tensors that an object holds, at any depth; a quantized tensor yields its parts.
 
     Args:
         leave_out: types whose tensors don't count.
@@ -33,7 +33,7 @@ def copied(value: T) -> T:
 
 
 def _whole_tensors(value: Any, leave_out: tuple[type[Any], ...], visited: set[int]) -> Iterator[torch.Tensor]:
-    """All tensors that an object holds, at any depth. visited: ids of what was seen before."""
+    """Yield the tensors that an object holds, at any depth. visited: ids of objects visited before."""
     if id(value) in visited or isinstance(value, leave_out):
         return
     visited.add(id(value))
@@ -51,7 +51,7 @@ def _whole_tensors(value: Any, leave_out: tuple[type[Any], ...], visited: set[in
 
 
 def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """What a tensor consists of: itself, if it is a plain one."""
+    """Yield the tensors that a tensor consists of: only itself unless it is a wrapper."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -1,4 +1,4 @@
-"""One way of reading beside another on the same tokens: whether they agree, what each made use of, and which is faster."""
+"""Check a fast method against the plain walk on the same tokens: logits, kept tokens, shortcuts that ran, and speed."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ _MOST_ROUNDING = 5.0  # units of rounding: where that changes so much, a compari
 
 
 class Trial(NamedTuple):
-    """What came of one method beside the plain walk.
+    """Result of comparing a method with the plain walk.
 
     Attributes:
         refused: why it can't be used: an error, other logits, or other tokens kept; empty if it can.
-        slow_blocks: that its blocks take longer than plain ones; empty if they don't, or were not timed.
-        slow_steps: the same of its single tokens.
-        ran: shortcuts that answered while the two were compared, as in `RAN`.
+        slow_blocks: message that its blocks are slower than plain ones; empty if they aren't, or were not timed.
+        slow_steps: message that its single tokens are slower; empty if they aren't, or were not timed.
+        ran: shortcuts that ran while the two were compared, as in `RAN`.
         eager_because: why steps were not captured, though they should have been; empty otherwise.
     """
 
@@ -147,7 +147,7 @@ class MethodCheck:
             return self._failed(error).refused
 
     def _prompts_differ(self, capacity: int | None) -> str:
-        """In what a prompt that is cut to this capacity differs, read in one go and token by token; empty if in nothing."""
+        """Describe how one-pass and token-by-token reading of a prompt cut to this capacity differ; empty if they agree."""
         short = MethodCheck(self._model, replace(self._config, capacity=capacity), 1)
         sizes = [(capacity or 0) + _PROMPT_TOKENS, *[1] * (_SINGLE_TOKENS if self._exact else 0)]
         try:
@@ -206,7 +206,7 @@ class MethodCheck:
         return torch.randint(vocabulary, (streams, count), generator=generator).to(self._model.device)
 
     def _differs(self, method: Method, reference: Method, sizes: Sequence[int], seen: int, streams: int = 1) -> str:
-        """In what a method's attention and the tokens that it keeps differ from a reference; empty if in nothing.
+        """Describe how a method's attention or kept tokens differ from a reference method's; empty if they agree.
 
         Rounding may make a head evict another token, or two of them in another order, but hardly the same head on other tokens,
         too. So in more than 16 bits a comparison in which that happens is repeated with other tokens, up to `_ATTEMPTS` times.
@@ -283,7 +283,7 @@ class MethodCheck:
         return torch.float64 if self._exact else torch.float32
 
     def _differs_captured(self, fast: CachedDecoder, plain: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
-        """In what captured steps differ from the same steps that are not captured; empty if in nothing, or none is captured.
+        """Describe how captured steps differ from eager ones; empty if they agree, or if none is captured.
 
         Steps whose code is compiled as a whole round differently in every layer. They may differ by twice what kernels and plain
         walk, which agree in every layer, differ in their logits.
@@ -352,7 +352,7 @@ def _other_victims(fast: CachedDecoder, plain: CachedDecoder, seen: int) -> floa
 
 
 def _held(slots: Slots, seen: int) -> Tensor:
-    """Which of the first `seen` tokens each row holds. [R, seen] bool."""
+    """Return which of the first `tokens` tokens each row holds. [R, tokens] bool."""
     position, rank = slots.tensors.position, slots.tensors.rank
     at = position.masked_fill(rank == slots.empty_rank, seen)  # an empty slot counts as none of them
     return torch.zeros(len(at), seen + 1, dtype=torch.bool, device=at.device).scatter_(1, at, value=True)[:, :seen]

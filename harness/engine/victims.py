@@ -1,4 +1,4 @@
-"""Which tokens go when several go at once: the lowest (importance, rank) of a head, or of all heads of a layer, or whole pages.
+"""Choose the tokens to evict at once: the lowest (importance, rank) of each head or layer, or whole pages.
 
 Axis letters: N layers and streams, H KV heads, R = N * H rows, S slots.
 """
@@ -17,7 +17,7 @@ _BEYOND_RANKS = 2**40
 
 
 def places(importance: Tensor, rank: Tensor) -> Tensor:
-    """Each slot's place in the order in which tokens go: 0 is the lowest (importance, rank). Empty slots come last.
+    """Return each slot's place in the order of eviction: 0 for the lowest (importance, rank). Empty slots come last.
 
     Args:
         importance: +inf in empty slots. [..., S] float32.

@@ -101,7 +101,7 @@ class Walk:
         return Runs(lengths, places, attended, updates)
 
     def _places(self, block: Block, rows: Rows) -> Places:
-        """Where the tokens of a block go in these rows."""
+        """Return the places of a block's tokens in these rows."""
         slots, seen, count = self.slots, block.seen, block.steps.shape[1]
         steps, head, stream = block.steps.T, rows.stream_of_row, rows.stream_of_block
         ranks: list[Tensor | None] = [None] * count
@@ -206,7 +206,7 @@ class Walk:
                 return self._shortcuts.walk_by_kernel(plan, layer, query, keys, values, terms)
 
     def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
-        """One token in one layer: write and attend."""
+        """Write one token in one layer, and attend."""
         at, rows, group = self.slots.layers.index(layer), self.rows(plan.attended, layer), self._group
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
@@ -227,7 +227,7 @@ class Walk:
         return out.view(streams, -1, 1, out.shape[-1])
 
     def _step_by_kernel(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """The same by a compiled kernel."""
+        """Write one token in one layer, and attend, by a compiled kernel."""
         assert plan.kernel is not None
         rows, seen = self.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
         free = rows.free.clone() if self._writes else rows.free
@@ -276,7 +276,7 @@ class Walk:
         query_factors: QueryFactors | None,
         into: Tensor,
     ) -> dict[Seen, Tensor]:
-        """One query a row over all that is held.
+        """Attend with one query per row over all cached tokens.
 
         Args:
             query: unrotated. [N, G, D].
@@ -329,7 +329,7 @@ class Walk:
         return self._shortcuts.reads_at_once(block)
 
     def phase(self, seen: int) -> tuple[int, bool]:
-        """All that the host decides about the step after `seen` tokens: slots attended, and whether tokens are evicted."""
+        """Return what the host decides about the step after `tokens` tokens: slots attended, and whether tokens are evicted."""
         return self.slots.attended(seen + 1), self.slots.cadence.evicts(seen + 1)
 
     def forget_placement(self) -> None:

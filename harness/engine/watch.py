@@ -28,12 +28,12 @@ _CHECK_TOLERANCE = 1e-3  # relative to the largest hidden state
 
 
 class NotWatchableError(ValueError):
-    """What this model's attention does can't be shown; the message says why."""
+    """The attention of this model can't be recorded; the message says why."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What consecutive queries of one layer attend to.
+    """Attention of consecutive queries of one layer.
 
     Attributes:
         layer: counted from 0, in the order in which a forward pass comes to them.
@@ -56,7 +56,7 @@ class Chunk:
     total: Tensor | None = None
 
     def mix(self, values: Tensor) -> Tensor:
-        """What attention returns. [B, Q, L, Dv] -> [B, Q, t, Dv]."""
+        """Return the attention output for these values. [B, Q, L, Dv] -> [B, Q, t, Dv]."""
         weights = self.weights if self.total is None else self.weights * self.total
         return weights.to(values.dtype) @ values
 
@@ -76,7 +76,7 @@ class Watcher(Protocol):
 
 @dataclass
 class _Pass:
-    """One forward pass."""
+    """State of one forward pass."""
 
     watcher: Watcher
     layer: int = 0

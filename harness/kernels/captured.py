@@ -106,7 +106,7 @@ def replayable(launches: Callable[[], None], device: torch.device) -> Callable[[
 
 
 class CudaGraph:
-    """One step, captured."""
+    """Captured decode step, which replays as a CUDA graph."""
 
     def __init__(self, step: Step, tokens: Tensor) -> None:
         """Capture a step.
@@ -183,11 +183,11 @@ class StepGraphs:
     def __call__(
         self, slots: Hashable, phase: Hashable, alive: Any, step: Step, tokens: Tensor, around: Around = nullcontext
     ) -> tuple[Tensor, bool]:
-        """One step.
+        """Run one step, replayed from its graph where there is one.
 
         Args:
             slots: identifies the tensors that the step reads and writes. Once they change, all graphs are dropped.
-            phase: all else that the host decides about the step.
+            phase: everything else that the host decides about the step.
             alive: objects that the graph reads from, kept alive with it.
             step: the eager step.
             tokens: [B, 1].
@@ -237,5 +237,5 @@ class StepGraphs:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Return the first line of an error's message, or its type's name."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -116,7 +116,7 @@ class StepKernel:
 
 
 def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
-    """What `built` puts into a template."""
+    """Return the substitutions that `built` makes in a template."""
     return tuple((name, str(size)) for name, size in sizes.items())
 
 

@@ -94,7 +94,7 @@ class CompeteKernel:
 
 
 def _held(x: Tensor) -> _Held:
-    """What every slot holds of a tensor. [S, ...]."""
+    """Return the address and the stride per slot, in bytes, of a tensor. [S, ...]."""
     return _Held(x.data_ptr(), x.stride(0) * x.itemsize)
 
 

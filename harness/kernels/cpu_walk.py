@@ -48,7 +48,7 @@ class _Candidates(NamedTuple):
 
 
 class _Stores(NamedTuple):
-    """What the kernel changes: the tokens held, oldest first, with the slots as the last axis of all but the positions."""
+    """Tensors that the kernel changes: cached tokens, oldest first. Slots are the last axis of each."""
 
     keys: Tensor  # [N, 2, P, S]
     values: Tensor  # [N, E, S]

@@ -95,7 +95,7 @@ class AttentionKernels:
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None,
         out: Tensor, clock: Tensor | None = None, written: Tensor | None = None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Both kernels, ready to be launched for one token of each row.
+        """Return a function that launches both kernels for one token of each row.
 
         Args:
             query: unrotated, in the model's order of dims. [N, G, T, D].

@@ -47,7 +47,7 @@ class CodedAttentionKernels(AttentionKernels):
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None,
         out: Tensor, clock: Tensor | None = None, written: Tensor | None = None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Both kernels, ready to be launched for one token of each row, which has been entered."""
+        """Return a function that launches both kernels for one token of each row, which has been entered."""
         assert clock is None, "a coded cache is not walked by kernels"
         from kvbench.harness.kernels.triton_coded import attend_coded
 

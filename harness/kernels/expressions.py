@@ -96,7 +96,7 @@ class Expression:
         return getattr(dialect, self._form, self._form).format(*texts)
 
     def to(self, kind: Kind) -> Expression:
-        """The same in another dtype."""
+        """Return the expression converted to another dtype."""
         if kind == self.kind:
             return self
         if self._form == "{0}" and kind == "float":
@@ -118,12 +118,12 @@ def number(value: float) -> Expression:
 
 
 def variable(name: str) -> Expression:
-    """One of `VARIABLES`, but the state."""
+    """Return the expression of one of `VARIABLES`, except the state."""
     return Expression(VARIABLES[name], name, reads=name)
 
 
 def state(index: int) -> Expression:
-    """One of the numbers of the statistics."""
+    """Return the expression of one of the statistics' numbers."""
     return Expression("float", "state", index, reads="state")
 
 

@@ -35,7 +35,7 @@ class Traced:
 
     @classmethod
     def of(cls, value: Any) -> Traced:
-        """What an operand is: a stand-in, a number, or a constant tensor of at most one axis.
+        """Convert an operand: a stand-in, a number, or a constant tensor of at most one axis.
 
         Raises:
             NotTraceableError: it is something else.

@@ -43,7 +43,7 @@ def numbers_of(rows: Rows) -> list[Tensor]:
 
 
 def widths_of(rows: Rows) -> tuple[int, ...]:
-    """For each number, how many its statistic has: the stride of its view."""
+    """Return for each number how many numbers its statistic has, which is the stride of its view."""
     return tuple(x.stride(1) for x in numbers_of(rows))
 
 

@@ -153,7 +153,7 @@ def _updated(statistic: Statistic, before: Traced, view: _View) -> list[Expressi
 
 
 def traced(policy: Policy, dialect: Dialect = C) -> Formulas:
-    """What a bound policy computes for one slot. The variables are those of `expressions.VARIABLES`, and the seed.
+    """Trace what a bound policy computes for one slot. Variables are those of `expressions.VARIABLES`, and the seed.
 
     Raises:
         NotTraceableError: the policy can't be compiled; the message says why.

@@ -33,7 +33,7 @@ def encoded(x, low, high, LIKE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def placed(position, now, SINKS: tl.constexpr, RECENT: tl.constexpr):
-    """Where tokens are held if they are exempt; negative if they are not. position: int32, of any shape."""
+    """Return the place of each exempt token among the exact ones; negative for others. position: int32, of any shape."""
     place = tl.where(position < SINKS, position, -1)
     if RECENT > 0:
         place = tl.where((position >= SINKS) & (now - position < RECENT), SINKS + position % RECENT, place)
@@ -42,7 +42,7 @@ def placed(position, now, SINKS: tl.constexpr, RECENT: tl.constexpr):
 
 @triton.jit
 def scaled(code, scale, zero, near, DIMS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr):
-    """What codes of some slots stand for. code: [BLOCK, n], in GROUPS groups, of which DIMS / CHANNELS are there."""
+    """Decode the codes of some slots. code: [BLOCK, n], in GROUPS groups, of which DIMS / CHANNELS are used."""
     group = tl.arange(0, GROUPS)[None, :]
     place, there = near[:, None] * (DIMS // CHANNELS) + group, group < DIMS // CHANNELS
     width = tl.load(scale + place, mask=there, other=0.0).to(tl.float32)
@@ -110,7 +110,7 @@ def enter_value(
     x, codes, scale, zero, exact, slot, own, here, E: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
     CHANNELS: tl.constexpr, EXEMPT: tl.constexpr,
 ):  # fmt: skip
-    """The same of a value: [WIDE]."""
+    """Write a value's code into a slot, and return the value as it is read from then on. [WIDE]."""
     e, group = tl.arange(0, WIDE), tl.arange(0, WIDE // CHANNELS)
     x = tl.reshape(x, (WIDE // CHANNELS, CHANNELS))
     code, width, least = encoded(x, tl.min(x, 1), tl.max(x, 1), scale.dtype.element_ty, BITS)

@@ -1,4 +1,4 @@
-"""What all variants of a Llama or a GPT-2 share: a plain attention function, and the place where they register.
+"""Shared code of all variants of Llama and GPT-2: a plain attention function, and their registration.
 
 A variant is a model type of its own, so that transformers alone, which would leave its difference out, can't load it by mistake.
 
@@ -120,7 +120,7 @@ def weighed(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def sinks_of(module: nn.Module, query: Tensor, scaling: float, sink_logits: Tensor | None) -> Tensor | None:
-    """What joins a query's softmax without a value: its logit with a key bias, or a logit per head. [Q] -> [B, Q, T]."""
+    """Return the logit that joins a query's softmax without a value: query times key bias, or one per head. [B, Q, T]."""
     bias = getattr(module, "key_bias", None)  # [Q, D]
     if bias is not None:
         return (query * bias[:, None]).sum(-1) * scaling  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ _ALPHA = 4.0
 
 
 class ClippedConfig(LlamaConfig):
-    """That of a Llama."""
+    """Llama's config with the model type of this variant."""
 
     model_type = "kv_bench_clipped"
 

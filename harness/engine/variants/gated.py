@@ -19,13 +19,13 @@ from kvbench.harness.engine.variants.base import VariantForCausalLM, register
 
 
 class GatedConfig(LlamaConfig):
-    """That of a Llama."""
+    """Llama's config with the model type of this variant."""
 
     model_type = "kv_bench_gated"
 
 
 class _Attention(llama.LlamaAttention):
-    """That of a Llama, with a gate before the output projection."""
+    """Llama's attention with a sigmoid gate before the output projection."""
 
     def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

@@ -70,7 +70,7 @@ SOFTMAXES = ("key_bias", "qk_norm", "protected")  # names of the others
 
 
 class WeighedGPT2Config(GPT2Config):
-    """That of a GPT-2, and what its attention is: one of `WEIGHINGS` or `SOFTMAXES`."""
+    """GPT-2's config and the kind of attention: one of `WEIGHINGS` or `SOFTMAXES`."""
 
     model_type = "kv_bench_gpt2"
     weighing: str = "relu"

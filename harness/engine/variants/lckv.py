@@ -32,7 +32,7 @@ Vectors = dict[int, tuple[Tensor, Tensor]]  # K and V, by the layer that made th
 
 
 class LCKVConfig(LlamaConfig):
-    """That of a Llama, and for every layer the one whose K and V it reads, which may come later."""
+    """Llama's config and, for each layer, the layer whose K and V it reads, which may come later."""
 
     model_type = "kv_bench_lckv"
     reads_later_layers = True
@@ -42,7 +42,7 @@ class LCKVConfig(LlamaConfig):
 
 
 def sources_of(config: Any) -> list[int]:
-    """For every layer, the one whose K and V it reads.
+    """Return for each layer the index of the layer whose K and V it reads.
 
     Raises:
         ValueError: no order of layers can serve that; the message says why.

@@ -13,7 +13,7 @@ from kvbench.harness.engine.variants.base import VariantForCausalLM, Weighing, r
 
 
 class SigmoidConfig(LlamaConfig):
-    """That of a Llama."""
+    """Llama's config with the model type of this variant."""
 
     model_type = "kv_bench_sigmoid"
 

@@ -17,7 +17,7 @@ from kvbench.harness.engine.variants.base import VariantForCausalLM, register
 
 
 class SinkLogitsConfig(LlamaConfig):
-    """That of a Llama."""
+    """Llama's config with the model type of this variant."""
 
     model_type = "kv_bench_sink_logits"
 
