@@ -65,12 +65,12 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 	$(BIN)/python tests/benchmarks/prefill_speed.py
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
-peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/peers.md, docs/audit.md; red if a row differs that must not
+peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/comparison.md; red if a row differs that must not
 	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider tests/test_presses.py
 	PYTHONPATH=tests:. OMP_NUM_THREADS=1 .cache/peers/bin/python -m peers.audit
 	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m peers.compare --kvpress-python .cache/peers/bin/python
 
-peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same work: docs/peers-speed.md
+peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same work
 	cd tests/benchmarks && OMP_NUM_THREADS=1 PYTHONPATH=../.. ../../.cache/peers/bin/python peers_speed.py
 
 .cache/peers/ready: tests/peers/requirements.txt  # kvpress wants an older transformers, so it has an environment of its own
@@ -127,8 +127,7 @@ picture: .venv/ready  ## pictures, tables and figures of the README and of docs,
 	$(BIN)/python docs/images/writing.py
 	$(BIN)/python docs/images/backcopy.py
 	$(BIN)/python docs/images/equal.py
-	$(BIN)/python docs/figures.py
-	PYTHONPATH=docs $(BIN)/python -m cogapp -r -P README.md $$(grep -l '\[\[\[cog' docs/*.md docs/*/*.md)
+	PYTHONPATH=docs:tests $(BIN)/python -m cogapp -r -P README.md $$(grep -l '\[\[\[cog' docs/*.md docs/*/*.md)
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results
 	$(BIN)/python docs/validity.py

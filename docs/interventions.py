@@ -93,21 +93,20 @@ def mean_and_range(rows: list[dict[str, Any]], figure: str, digits: int) -> str:
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
-    """The table: a row for each recipe, means and ranges over its seeds."""
+    """Return the table: a row for each recipe whose paper names the sink, means and ranges over its seeds."""
     cells = []
     for name, (_, said, who) in RECIPES.items():
         mine = [row for row in rows if row["name"] == name]
-        if not mine:
+        if not mine or said is None:
             continue
         sinks = {row["first"] > EPSILON for row in mine}
         here = "seeds differ" if len(sinks) > 1 else "stays" if True in sinks else "goes"
-        agrees = "not said" if said is None else "yes" if here == said else "**no**"
-        digits = {"first": 2, "no_token": 2, "value": 2, "peak": 0, "copied": 2, "loss": 3}
+        agrees = "yes" if here == said else "**no**"
+        digits = {"first": 2, "copied": 2, "loss": 3}
         figures = [mean_and_range(mine, figure, count) for figure, count in digits.items()]
-        cells.append([f"`{name}`", f"{len(mine)}", *figures, f"{said or 'not said'} ({who})", here, agrees])
-    head = ["recipe", "seeds", "attention to the first token", "to no token", "its value's norm, times the others'"]
-    head += ["largest activation over median", "copies said right", "loss, nats", "the sink, published", "here", "as published"]
-    return table(head, cells, "lr" + "r" * 6 + "lll")
+        cells.append([f"`{name}`", *figures, f"{said} ({who})", here, agrees])
+    head = ["recipe", "attention to the first token", "copies right", "loss, nats", "the sink, published", "here", "as published"]
+    return table(head, cells, "l" + "r" * 3 + "lll")
 
 
 def main(arguments: list[str]) -> None:

@@ -34,19 +34,10 @@ _TITLE = """
 """
 _ABOUT = """
 
-The suite `sizes` asks {models} models of {sizes} sizes what {policies} rules of kvpress' leaderboard still know of a prompt of
-which they keep a quarter to a half (96 of 203 to 443 tokens): {questions} questions of each of {tasks} tasks, seen or unseen at
-the cut, with kept keys at their positions in the text (`stream`) or at their ranks (`cache`). The models come from one recipe,
-`bench pretrain recall --set name=NAME --set seed=SEED --set shape.hidden=WIDTH`, with an MLP of 2.7 times the width and, at 256,
-8 heads and 4 KV heads instead of 4 and 2; the larger ones but `recall`, the shipped model, with `--tokens 12672000`. What dense
-answers says how well each has learnt it.
-"""
-_FIGURES = """
-Kendall's tau between the orders of two models: the mean over tasks in which the scores of both differ by more than noise, then
-over pairs of models; in brackets 95 % over the choice of questions, as above. *Other questions* is one model on every second
-question against the same model on the others: the noise of the instrument, seen from its lower side, as half as many questions
-order less surely. *Other seed* is the same size trained again: the ceiling for what another size can share. Intervals lie low,
-because answers that are drawn anew order policies less surely than those that were given.
+The suite `sizes` asks {models} models of {sizes} sizes, trained by one recipe, what {policies} rules of kvpress' leaderboard
+still know of a prompt of which they keep a quarter to a half. The table has Kendall's tau between the orders of two models,
+with 95 % intervals over the choice of questions. *Other questions* is one model against itself on other questions; *other
+seed* is the same size trained again, the ceiling for what another size can share.
 """
 _LEARNT = 0.75  # of the questions, answered by dense: of models below it an order says little about policies
 
@@ -119,11 +110,6 @@ class Answers:
         cells = [SimpleNamespace(**{k: by_rule[rule][k] for k in ("policy", "parameters", "capacity")}) for rule in self.rules]
         return [SimpleNamespace(cell=cell) for cell in cells]
 
-    @property
-    def questions(self) -> int:
-        """Of each task."""
-        return len(self.cells[0]["outcomes"])
-
     def dense(self, model: str, task: str) -> float:
         """Share of questions that dense answers."""
         right = [x["outcomes"] for x in self.cells if (x["model"], x["task"], x["policy"]) == (model, task, "dense")]
@@ -150,24 +136,9 @@ def alike(pairs: Sequence[tuple[Scores, Scores]]) -> Values | None:
 def section(answers: Answers) -> list[str]:
     """The section of docs/validity.md."""
     sizes = {model.parameters for model in answers.models}
-    about = _verdict(answers) + _ABOUT.format(
-        models=len(answers.models),
-        sizes=len(sizes),
-        policies=len(answers.rules),
-        questions=answers.questions,
-        tasks=len(answers.tasks),
-    )
-    rows = [
-        [model.name, f"{model.parameters / 1e6:.2f}", str(model.hidden), str(model.seed), f"{model.tokens / 1e6:.1f}"]
-        + [f"{100 * answers.dense(model.name, task):.0f} %" for task in answers.tasks]
-        for model in answers.models
-    ]
-    head = ["model", "million parameters", "width", "seed", "million tokens", *(f"dense, `{task}`" for task in answers.tasks)]
-    lines = [about, *table(head, rows, "lrrrr" + "r" * len(answers.tasks)), _FIGURES]
-    cases = [(question, mode) for question in QUESTIONS for mode in MODES]
-    found = [[_words(draws) for draws in (kind(question, mode) for question, mode in cases)] for kind in _kinds(answers).values()]
-    shown = [[name, *cells] for name, cells in zip(_kinds(answers), found, strict=True)]
-    return [*lines, *table(["between", *(f"{question}, `{mode}`" for question, mode in cases)], shown, "lrrrr")]
+    about = _verdict(answers) + _ABOUT.format(models=len(answers.models), sizes=len(sizes), policies=len(answers.rules))
+    rows = [[name, *(_words(kind(question, MODES[0])) for question in QUESTIONS)] for name, kind in _kinds(answers).items()]
+    return [about, *table(["between", *(f"{question}, `{MODES[0]}`" for question in QUESTIONS)], rows, "lrr")]
 
 
 def _verdict(answers: Answers) -> str:

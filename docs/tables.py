@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent / "images"))
-
-import equal
 
 from kvbench.harness.core.codec import QUANTIZED_CACHE
 from kvbench.harness.core.intervals import Interval
@@ -161,48 +155,6 @@ def questions(task: str) -> str:
     return _markdown(["policy, 160 tokens per head", "question seen at the cut", "question unseen"], rows, "lrr")
 
 
-def formats_of_recall() -> str:
-    """Return what formats of K and V lose of the built-in model without eviction, in three panels of `equal-bytes`."""
-    panels = {panel: {row["name"]: row for row in item["rows"]} for panel, item in equal.measured().items()}
-    names = [name for name in panels["unseen"] if name == "dense" or name.startswith(("dense as", "hf:QuantizedCache"))]
-    rows = [
-        [
-            f"`{name}`",
-            f"{100 * panels['unseen'][name]['kv_share']:.0f} %",
-            _lost(panels["prose"][name]),
-            *(_right(panels[panel][name]) for panel in ("stream", "unseen")),
-        ]
-        for name in sorted(names, key=lambda name: -panels["unseen"][name]["kv_share"])
-    ]
-    return _markdown(["K and V", "of dense's bytes", "prose", "StreamEval", "a line"], rows, "lrrrr")
-
-
-def best_at_equal_bytes() -> str:
-    """Return the best cache at each share of dense's bytes, and the best in the model's dtype, a row per panel and share."""
-    titles = {"seen": "a line, question seen", "unseen": "a line, question not seen", "stream": "StreamEval"}
-    rows = []
-    for panel, title in titles.items():
-        item = equal.measured()[panel]
-        by_id = {row["id"]: row for row in item["rows"]}
-        for size in item["sizes"]:
-            ranked = [by_id[place["id"]] for place in size["ranks"]]
-            exact = [row for row in ranked if not row["stored"]]
-            rows.append([title, f"1/{1 / size['share']:.0f}", *(_named(rows_) for rows_ in (ranked, exact))])
-    return _markdown(["asked for", "of dense's bytes", "best", "best in bfloat16"], rows, "lrll")
-
-
-def _named(ranked: Sequence[dict[str, Any]]) -> str:
-    return f"`{ranked[0]['name']}`: {_right(ranked[0])}" if ranked else ""
-
-
-def _right(row: dict[str, Any]) -> str:
-    return f"{100 * row['answers'][0]['share']:.0f} %"
-
-
-def _lost(row: dict[str, Any]) -> str:
-    return "0 %" if row["loss"] is None else f"{row['loss']['value']:+.1f} %".replace("-", "−")
-
-
 def formats_on_books() -> str:
     """Return perplexity lost by stories260K on books in each format of K and V, with everything kept.
 
@@ -224,16 +176,15 @@ def _perplexity(record: Record) -> float:
 
 
 def pages() -> str:
-    """Return right answers of the suite `pages`: a row per policy and kind of line, a column per moment of eviction."""
-    shares: dict[tuple[str, str], dict[str, str]] = {}
+    """Return right answers of the suite `pages` about lines told once: a row per policy, a column per moment of eviction."""
+    shares: dict[str, dict[str, str]] = {}
     for record in measured("pages"):
         metrics = record.measured(QuestionMetrics)
-        if metrics is not None:
-            task = str(record.cell.options["tasks"]).removeprefix("kvbench_")
-            shares.setdefault((record.cell.policy, task), {})[record.cell.evicts] = f"{100 * (metrics.accuracy or 0):.0f} %"
+        if metrics is not None and record.cell.options["tasks"] == "kvbench_once" and not record.cell.evicts.endswith("max"):
+            shares.setdefault(record.cell.policy, {})[record.cell.evicts] = f"{100 * (metrics.accuracy or 0):.0f} %"
     moments = sorted({m for by_moment in shares.values() for m in by_moment}, key=lambda m: (m != "step", "pages" in m, m))
-    rows = [[f"`{policy}`", task, *(by.get(m, "") for m in moments)] for (policy, task), by in sorted(shares.items())]
-    return _markdown(["policy", "lines", *moments], rows, "ll" + "r" * len(moments))
+    rows = [[f"`{policy}`", *(by.get(m, "") for m in moments)] for policy, by in sorted(shares.items()) if policy != "dense"]
+    return _markdown(["policy", *moments], rows, "l" + "r" * len(moments))
 
 
 def _markdown(head: list[str], rows: list[list[str]], align: str) -> str:

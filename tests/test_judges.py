@@ -78,7 +78,7 @@ STREAMS = [
         ["\n", " \n", "\n<123>\n", " the <123>\n", " <5> <123>\n", " <123> it is\n", " <123 123>\n", " <1234>\n", " <4123>\n",
          " <12>\n", " <124>\n", " <023>\n", " <0123>\n", " <12 3>\n", " <321>\n", " <1,23>\n", " <124>\n <123>\n"],
     ),
-    # The first word of the first line, without punctuation, equals the label (docs/tasks/arc_stream.md).
+    # The first word of the first line, without punctuation, equals the label (docs/tasks/streameval.md).
     (
         ArcStream, ArcStreamOptions(), "\n", "B",
         [" B\n", " B", " (B) sand\n", " B. Sand\n", "B) or C\n"],

@@ -1,6 +1,6 @@
 """Tokens per second of other harnesses and of ours on the same work: one model, one text, one process, in turn. Medians.
 
-    make peers-speed      # in kvpress' environment; writes docs/peers-speed.md
+    make peers-speed      # in kvpress' environment; docs/comparison.md sums it up
 
 The model has random weights and a built-in model's tokenizer, so that no answer ends before its time.
 """
@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import kvpress
@@ -39,7 +38,6 @@ from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
-PAGE = Path(__file__).parents[2] / "docs" / "peers-speed.md"
 PIECE, PIECES, CONTEXT, ANSWER, KEPT = 512, 8, 768, 128, 256  # tokens; pieces of text
 Work = dict[str, tuple[int, Callable[[], Any]]]  # tokens, and what handles them; ours last
 
@@ -117,7 +115,7 @@ def timed(work: Work, rounds: int) -> list[list[str]]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
@@ -142,15 +140,12 @@ def main() -> None:
     )]  # fmt: skip
     for title, work in sections.items():
         lines += [f"## {title}\n", *table(["", "tokens/s", "of the first"], timed(work, asked.rounds), "lrr"), ""]
-    PAGE.write_text("\n".join(lines), encoding="utf-8")
+    print("\n".join(lines))
 
 
-_HEAD = """# As fast as others?
-
-Written by `make peers-speed`: other harnesses and ours on the same work, in turn in one process, one thread, medians of
-{rounds} rounds; in brackets the smallest and the largest ratio. A Llama of 5.9 million random weights in float32 on a
-CPU ({machine}); PyTorch {torch}, transformers {transformers}, lm-eval {lm_eval}, kvpress {kvpress}. Times are of a
-machine that was not idle: read the ratios.
+_HEAD = """\
+Medians of {rounds} rounds, interleaved, one thread; in brackets the smallest and the largest ratio. Llama of 5.9 million random
+weights in float32 on a CPU ({machine}); PyTorch {torch}, transformers {transformers}, lm-eval {lm_eval}, kvpress {kvpress}.
 """
 
 if __name__ == "__main__":

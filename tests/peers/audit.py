@@ -1,4 +1,4 @@
-"""docs/audit.md: whether others' code, run as a contestant, does what our policy of that name does, step by step.
+"""Prints whether others' code, run as a contestant, does what our policy of that name does, step by step.
 
     OMP_NUM_THREADS=1 PYTHONPATH=tests:. .cache/peers/bin/python -m peers.audit
 
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.report.markdown import table
 
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
 MODEL = "builtin:sink_2"
 PROMPT, KEPT = 128, 64  # tokens
 AFTER = (0, 16, 32, 96, 192)  # tokens after the prompt at which kept positions are compared
@@ -171,54 +169,19 @@ def _same(theirs: Sequence[Sequence[set[int]]] | None, ours: Sequence[Sequence[s
 
 
 def page(model: Model, tokens: Tensor) -> str:
-    """docs/audit.md."""
+    """Return what is printed: kept positions after so many tokens, and bytes held. docs/comparison.md sums it up."""
     positions = [audited(row, model, tokens) for row in rows()]
     sizes = [claimed(*claim, model, tokens) for claim in CLAIMS]
     head = ["theirs", "ours", "tokens go", *(f"after {n}" for n in AFTER), "NLL"]
-    return _PAGE.format(
-        kvpress=version("kvpress"),
-        transformers=version("transformers"),
-        model=MODEL,
-        prompt=PROMPT,
-        kept=KEPT,
-        positions="\n".join(table(head, positions, "l" * 3 + "r" * (len(AFTER) + 1))),
-        sizes="\n".join(table(["theirs", "what it is said to save", "bytes held", "of dense's"], sizes, "llrr")),
+    about = f"kvpress {version('kvpress')}, transformers {version('transformers')}, {MODEL}, prompt {PROMPT}, {KEPT} tokens kept"
+    found = table(head, positions, "l" * 3 + "r" * (len(AFTER) + 1))
+    return "\n".join(
+        [about, "", *found, *table(["theirs", "what it is said to save", "bytes held", "of dense's"], sizes, "llrr")]
     )
 
-
-_PAGE = """# Does it do what it says?
-
-Written by `make peers`. Code of others runs here as a [contestant](contestants.md), on the unmodified model, and beside it
-the policy of ours that has the rule its documentation describes. After a prompt, tokens are read one by one; the position of
-every kept key is known by the bytes that were written. kvpress {kvpress}, transformers {transformers}, `{model}`, {kept}
-tokens kept, generated prose, float32.
-
-## Kept positions, step by step
-
-`same`: not one kept position differs in any layer and head after so many steps. Else: how many of the positions that ours
-keeps are kept there, too. *NLL* is theirs minus ours, nats a token, over all steps.
-
-{positions}
-
-Why the rows that differ do: a press returns the tokens it keeps in the order of their scores, as `topk` gives them.
-StreamingLLM's press scores by a key's place in the cache, and takes places for ages: right at the first cut, where places are
-ages, and no longer at a later one, when sinks have moved. Scores that do not depend on places are not affected: TOVA,
-KeyDiff, Knorm. Knorm's one position is a tie: the same token twice has one key norm in the first layer, and either may go.
-kvpress is made for cutting a prompt once, and there all four are exact ([peers](peers.md)). The NLL says what this costs on
-this model, which hardly needs its sinks: nothing.
-
-## Bytes
-
-Held after a prompt of {prompt} tokens, by walking the storages of the cache; dense would hold one key and one value a token.
-
-{sizes}
-
-ThinK's press sets channels to zero, and AdaKV's masks tokens by keys that no query matches, as both say: they measure what is
-lost, and save no memory. An evaluation that reports their ratio as memory saved is wrong by that much.
-"""
 
 if __name__ == "__main__":
     loaded = load_model(model_directory(MODEL, None, allow_pickle=False), "float32", torch.device("cpu"))
     tokenizer = load_tokenizer(model_directory(MODEL, None, allow_pickle=False))
     ids = tokenizer(Prose(1).text(4000), add_special_tokens=False)["input_ids"][: PROMPT + AFTER[-1] + 2]
-    PAGE.write_text(page(loaded, torch.tensor([ids])), encoding="utf-8")
+    print(page(loaded, torch.tensor([ids])))

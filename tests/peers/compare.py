@@ -1,4 +1,4 @@
-"""`make peers`: holds our policies to other people's code, and writes docs/data/peers.json and docs/peers.md.
+"""`make peers`: compares our policies with other people's code, and writes docs/data/peers.json for docs/comparison.md.
 
     PYTHONPATH=tests:. python -m peers.compare --kvpress-python PYTHON
 
@@ -261,9 +261,8 @@ def main() -> int:
         data, problems = compare(arguments.kvpress_python, Path(folder))
     if all(any(row["models"][m] for row in data["rows"]) for m in MODELS):
         write_json(page.DATA, data)
-        page.PAGE.write_text(page.render(data), encoding="utf-8")
     else:
-        print("stories260K is not beside the repository: only the random model was compared; no page is written", file=sys.stderr)
+        print("stories260K is not beside the repository: only the random model was compared; nothing is written", file=sys.stderr)
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"{len(data['rows'])} rows, {len(problems)} problems", file=sys.stderr)

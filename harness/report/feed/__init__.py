@@ -1,4 +1,4 @@
-"""The feed: which policy, at which budget, and what it loses. A pure function of records (docs/feed.md).
+"""The feed: which policy, at which budget, and what it loses. A pure function of records (docs/records.md).
 
 The page, the top of the Markdown page and `feed.json` all show this object, so that they can't disagree.
 """

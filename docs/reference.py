@@ -1,0 +1,124 @@
+"""Reference pages from the code: commands, suite options, suites and policies. cog puts them into the pages: `make picture`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from pydantic import BaseModel
+
+from kvbench.harness.cli import cli
+from kvbench.harness.core import plugins
+from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
+from kvbench.policies import Policy
+
+ROOT = Path(__file__).parents[1]
+_EXAMPLES = 3  # of a command, at most
+
+
+def commands() -> str:
+    """Return a section for each command, `bench run` first: its help and the options that no section above describes."""
+    known: set[tuple[str, str]] = set()
+    found = sorted(_commands(cli, ()), key=lambda item: (item[0] != ("run",), item[0]))
+    return "\n".join(line for path, command in found for line in _command(path, command, known))
+
+
+def _commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    if not isinstance(command, click.Group):
+        yield path, command
+        return
+    for name in command.list_commands(click.Context(command)):
+        inner = command.get_command(click.Context(command), name)
+        if inner is not None and not inner.hidden:
+            yield from _commands(inner, (*path, name))
+
+
+def _command(path: tuple[str, ...], command: click.Command, known: set[tuple[str, str]]) -> list[str]:
+    context = click.Context(command, info_name=" ".join(("bench", *path)))
+    text, _, examples = (command.help or "").partition("\b\n")
+    arguments = " ".join(command.collect_usage_pieces(context)).replace("[OPTIONS]", "").strip()
+    lines = [f"### bench {' '.join(path)}", "", " ".join(text.split()), ""]
+    shown = examples.strip() or f"bench {' '.join(path)} {arguments}"
+    lines += ["```", *(line.strip() for line in shown.splitlines()[:_EXAMPLES]), "```", ""]
+    records = [option.get_help_record(context) for option in command.params if isinstance(option, click.Option)]
+    new = [record for record in records if record and record not in known]
+    known.update(new)
+    options = [f"- `{names}`: {' '.join(about.split())}" for names, about in new]
+    return [*lines, *options, ""] if options else lines
+
+
+def suite() -> str:
+    """Return the keys of a suite file, of its model and of its resources."""
+    parts = {"Keys of a suite": SuiteFile, "`model`": ModelSpec, "`resources`": Resources}
+    return "\n".join(f"### {title}\n\n{_fields(model)}\n" for title, model in parts.items())
+
+
+def tasks() -> str:
+    """Return the options of each task."""
+    return "\n".join(f"### `{name}`\n\n{_fields(task.options)}\n" for name, task in _tasks().items())
+
+
+def _tasks() -> dict[str, Any]:
+    return {name: plugins.working_tasks()[name] for name in sorted(plugins.working_tasks())}
+
+
+def _fields(model: type[BaseModel]) -> str:
+    return "\n".join(_field(name, field) for name, field in model.model_fields.items() if name != "name" and field.description)
+
+
+def _field(name: str, field: Any) -> str:
+    default = "" if field.is_required() or field.default is None else f" ({_default(field.default)})"
+    return f"- `{name}`{default}: {field.description}"
+
+
+def suites() -> str:
+    """Return a line for each shipped suite: its name and description."""
+    files = sorted((ROOT / "suites").glob("*.yaml"))
+    return "\n".join(f"- `{file.stem}`: {yaml.safe_load(file.read_text(encoding='utf-8'))['description']}" for file in files)
+
+
+def policies() -> str:
+    """Return a section for each policy: what it keeps, its parameters, its source, and where it differs."""
+    return "\n".join(_policy(name, kind) for name, kind in plugins.working_policies().items())
+
+
+def _policy(name: str, kind: type[Policy]) -> str:
+    """Return the section of a policy. Its module's docstring names source and differences, its class what is kept."""
+    text = " ".join((sys.modules[kind.__module__].__doc__ or "").split("\n\nWords:")[0].split())
+    about, _, differs = text.partition(" Differs: ")
+    _, _, source = about.partition(" Source: ")
+    keeps = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+    lines = [keeps]
+    fields = ", ".join(_parameter(field) for field in dataclasses.fields(kind) if field.name != "sha256")
+    lines += [f"Parameters: {fields}."] if fields else []
+    lines += [f"Source: {_sentence(source)} [Code](../policies/{kind.__module__.rsplit('.', 1)[-1]}.py)"] if source else []
+    lines += [f"Differs: {_sentence(differs)}"] if differs else []
+    return f"### `{name}`\n\n" + "  \n".join(lines) + "\n"
+
+
+def _parameter(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING or field.default is None:
+        return f"`{field.name}`"
+    return f"`{field.name}` ({_default(field.default)})"
+
+
+def _default(value: Any) -> str:
+    """Write a default as a suite has it; a policy is its name."""
+    if isinstance(value, Policy):
+        return type(value).__module__.rsplit(".", 1)[-1]
+    return str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _sentence(text: str) -> str:
+    """Return the first sentence; dots of abbreviations and numbers do not end one."""
+    return re.split(r"(?<=[a-z0-9)`'\"]\.) (?=[A-Z`])", text)[0].rstrip(";")
+
+
+if __name__ == "__main__":
+    print({name: len(globals()[name]().split()) for name in ("commands", "suite", "tasks", "suites", "policies")})
