@@ -29,12 +29,18 @@ _PICTURE = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the pages of a folder that the navigation names, such as `decisions/`, in the order of their names."""
-    for entry in config.nav or []:
-        for title, target in dict(entry).items():
-            if isinstance(target, str) and target.endswith("/"):
-                pages = sorted((ROOT / "docs" / target).glob("*.md"))
-                entry[title] = [f"{target}{page.name}" for page in pages]
+    _list_folders(config.nav or [])
     return config
+
+
+def _list_folders(entries: list[Any]) -> None:
+    """Replace folders by their pages, at every level of the navigation."""
+    for entry in entries:
+        for title, target in dict(entry).items() if isinstance(entry, dict) else ():
+            if isinstance(target, list):
+                _list_folders(target)
+            elif target.endswith("/"):
+                entry[title] = [f"{target}{page.name}" for page in sorted((ROOT / "docs" / target).glob("*.md"))]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
