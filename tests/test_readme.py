@@ -33,7 +33,7 @@ def test_its_command_measures_its_policy(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch) -> dict[str, list[str]]:
-    """The settings in the commands of docs/write-a-policy.md and docs/write-a-statistic.md, by policy. The current directory has the files of its examples."""
+    """The settings in the commands of the guides, by policy. The current directory has the files of their examples."""
     monkeypatch.chdir(tmp_path)
     text = page("write-a-policy.md") + page("write-a-statistic.md")
     classes = {re.search(r"class (\w+)\((?:Policy|Composed)\)", c)[1]: c for c in re.findall(r"```python\n(.*?)```", text, re.S)}
