@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import repeat
 
 import pytest
 import torch
+from every_policy import instances
 from transformers import AutoTokenizer, DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 
@@ -208,3 +211,68 @@ def compiled(part: str):
 
 WRAPPED = {"wrapper": lambda: Wrapper(plain()).eval()}
 WRAPPED |= {part: lambda part=part: compiled(part) for part in ("around", "in place", "forward", "inside")}
+
+
+@pytest.mark.parametrize("evict", ["step", "prompt", {"every": 4}, {"pages": 4}], ids=str)
+def test_every_policy_opens_however_it_evicts(evict, tmp_path):
+    """Or is refused because it decides at a prompt's end, or because its heads keep numbers of their own and pages go."""
+    for name, policy in instances(tmp_path).items():
+        try:
+            kept = kvbench.Cache(plain(), policy, None if policy.outcome else 32, evict=evict)
+        except kvbench.UserError as error:
+            reason = "needs evict: prompt" if policy.outcome else "its heads keep different numbers of tokens, and whole pages"
+            assert reason in str(error), name
+            assert policy.outcome or (isinstance(evict, dict) and "pages" in evict), name
+        else:
+            assert kept.report()["policy"] == name
+
+
+def test_a_policy_that_reads_output_projections_gets_them_through_a_cache():
+    for name, options in (
+        ("criticalkv", {}),
+        ("adakv", {"score": "criticalkv"}),
+        ("adakv", {"score": "criticalkv", "evict": "prompt"}),
+    ):
+        kept = kvbench.Cache(plain(), name, 24, **options)
+        plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
+        assert kept.report()["kept"] == 24 + 5 * (options.get("evict") == "prompt")
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapped_model_writes_what_it_writes_by_itself(name):
+    prompt, wrapped = tokens_of(20), WRAPPED[name]()
+    kept, expected = kvbench.Cache(wrapped), plain().generate(prompt, **GREEDY)
+    assert torch.equal(wrapped.generate(prompt, past_key_values=kept, **GREEDY), expected)
+    assert torch.equal(wrapped.generate(prompt, **GREEDY), expected)
+    refused("in training mode", lambda: kvbench.Cache(wrapped.train()))
+    wrapped.eval()
+
+
+def test_a_model_that_is_compiled_after_its_cache_is_refused():
+    model = copy.deepcopy(plain())
+    kept = kvbench.Cache(model)
+    model.forward = torch.compile(model.forward, backend="eager")
+    refused("compiled after its first", lambda: model.generate(tokens_of(20), past_key_values=kept, **GREEDY))
+
+
+def test_a_cache_is_copied_in_memory_and_not_saved():
+    kept, more = read(), tokens_of(3, seed=1)
+    copies = [kept.fork(), copy.copy(kept), copy.deepcopy(kept)]
+    logits = [plain()(more, past_key_values=one).logits for one in copies]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert [kept.report()["seen"], *(one.report()["seen"] for one in copies)] == [20, 23, 23, 23]
+    refused(r"cache.fork\(\)", lambda: pickle.dumps(kept), lambda: torch.save(kept, io.BytesIO()))
+
+
+@pytest.mark.parametrize("value", [16.5, "16", True, 0, -3, 10**21, [16], float("nan")], ids=str)
+def test_numbers_that_are_none_are_refused_in_one_line(value):
+    model = plain()
+    refused("capacity: expected a whole number", lambda: kvbench.Cache(model, "h2o", value))
+    refused("limit: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, positions="clamped", limit=value))
+    refused("rope_length: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, rope_length=value))
+    refused("every is a number|its slots take", lambda: kvbench.Cache(model, "h2o", 16, evict={"every": value}))
+    if value not in (0, -3):
+        refused("seed: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, seed=value))
+        refused("sinks", lambda: kvbench.Cache(model, "sink_window", 16, sinks=value))
+    assert kvbench.Cache(model, "h2o", torch.tensor(16)).report()["capacity"] == 16

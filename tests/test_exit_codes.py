@@ -36,3 +36,8 @@ def test_a_folder_that_only_seems_writable_is_a_mistake(tmp_path, capsys):
     code, _, err = bench(capsys, "baseline", "update", "/proc/baseline", "--suite", "quickstart", "--why", "x")
     assert code == 2
     assert err.count("\n") == 1
+
+
+def test_a_capacity_that_would_take_all_memory_is_refused(capsys):
+    code, _, err = bench(capsys, "policy", "check", "window", "--capacity", 100_000_000)
+    assert (code, "8192" in err) == (2, True)

@@ -11,14 +11,18 @@ import torch
 import transformers
 from conftest import FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
 
-from kvbench.harness.core import contestants
-from kvbench.harness.core.parameters import policy_from
+from kvbench.harness.core import contestants, plugins
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.stored import storage_bytes, tensors_in
+from kvbench.harness.models.families import tiny_model
 from kvbench.harness.records import RecordStore
 from kvbench.policies.dense import Dense
 from kvbench.policies.sink_window import SinkWindow
@@ -221,3 +225,49 @@ def test_a_suite_measures_a_contestant_once_as_it_does_dense(ran):
     assert mine.facts.method == "the model's own attention (sdpa), token by token"
     assert mine.facts.wrong_length == "get_seq_length says 16 after 256 tokens"
     assert (mine.cell.capacity, mine.cell.positions, mine.cell.parameters) == (None, "stream", {"attention": None, "tokens": 16})
+
+
+def test_quantized_bytes_are_counted_and_its_blocks_refused():
+    skip_without_fp8()
+    config = contestant("hf:QuantizedCache", backend="fp8")
+    read = decoder(model_of("llama"), config)
+    read(tokens_of(50))
+    full = model_of("llama").kv_bytes(49)
+    assert full / 4 <= read.kv_bytes < full / 4 + 100  # a byte for each of 4, and the scales
+    assert read.slots == (50, 50)
+    check = own_loop(model_of("llama"), config)
+    assert check.loop.blocks == 0  # its scale is that of the first block
+
+
+def test_a_wrapper_s_tensors_are_counted():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert storage_bytes(tensors_in({"x": TwoTensor(torch.zeros(8), torch.zeros(8))}, ())) == 64
+
+
+def test_what_it_can_t_do_is_refused():
+    tokens = tokens_of(8, 2)
+    with pytest.raises(ValueError, match="unequal length"):
+        opened("llama", "hf:DynamicCache", 2)(tokens, valid=torch.ones_like(tokens, dtype=torch.bool))
+    with pytest.raises(ValueError, match="the cache ends at 7: raise max_cache_len"):
+        opened("llama", "hf:StaticCache", 2, max_cache_len=7)(tokens)
+    with pytest.raises(UserError, match=r"^transformers 5\.\d+\.\d+ has no cache 'DynamicCach', did you mean 'DynamicCache'\?$"):
+        plugins.policy_class("hf:DynamicCach")
+    with pytest.raises(ValueError, match=r"^its backend is not installed: pip install hqq$"):
+        decoder(model_of("llama"), contestant("hf:QuantizedCache", backend="hqq"))
+    with pytest.raises(ValueError, match="only our loop can read it"):
+        decoder(adopt(tiny_model("llama", vocab_size=96, zero_sink=True)), contestant("hf:DynamicCache"))
+
+
+def test_holds_is_for_the_flag_and_not_for_the_constructor(half):
+    policy = contestant(half, tokens=16, holds=16).policy
+    assert parameters_of(policy) == {"attention": None, "tokens": 16, "holds": 16}
+    assert policy.new_cache(model_of("llama").hf.config).layer_class_to_replicate().tokens == 16
+    with pytest.raises(ValueError, match="holds is 0, expected"):
+        contestant(half, holds=0)
+
+
+def test_its_records_verify_and_are_not_measured_again(ran):
+    done = bench_in("records", "verify", "results", cwd=ran)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished before and skipped" in bench_in("run", "theirs.yaml", "--threads", 1, cwd=ran).stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
 import kvbench
 from kvbench.harness.core.codec import Codec
@@ -23,6 +23,7 @@ from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.hub import model_directory
 from kvbench.harness.suite.axes import kv_from
 from kvbench.policies.h2o import H2O
 
@@ -344,3 +345,114 @@ def test_importing_kvbench_imports_no_torch():
     code = "import sys, kvbench; assert 'Cache' in dir(kvbench); print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_padded_prompts_have_lengths_of_their_own():
+    """For policies that ask where a prompt ends."""
+    policy = policy_from("random", {"keep_prompt": True})
+    prompts = tokens_of(20), tokens_of(9, seed=1)
+    model = plain()
+    together = model.generate(**padded(*prompts), past_key_values=kvbench.Cache(model, policy, 24), **GREEDY)
+    for row, prompt in enumerate(prompts):
+        read = decoder(ours(), CacheConfig(policy, 24))
+        expected = [read.read_prompt(prompt, 4096)[:, None]]
+        expected += [read(token[None, None]) for token in together.sequences[row, 20:-1]]
+        assert torch.allclose(logits_of(together)[row], torch.cat(expected, 1)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "snapkv prompt"])
+def test_a_prompt_may_be_read_in_chunks(name):
+    whole = plain().generate(tokens_of(40), past_key_values=cache_of(name), **GREEDY)
+    chunked = plain().generate(tokens_of(40), past_key_values=cache_of(name), prefill_chunk_size=16, **GREEDY)
+    assert torch.equal(whole.sequences, chunked.sequences)
+    assert torch.allclose(logits_of(whole), logits_of(chunked), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("positions", ["cache", "stream", "clamped"])
+def test_positions_are_an_axis(positions):
+    kept = cache_of("h2o", positions=positions, limit=20 if positions == "clamped" else None)
+    out = plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
+    expected = logits_along("h2o", out.sequences, 40, positions=positions, limit=20 if positions == "clamped" else None)
+    assert torch.equal(logits_of(out), expected)
+
+
+def test_mistakes_are_told_when_a_cache_is_made():
+    model = plain()
+    refused("did you mean 'h2o'", lambda: kvbench.Cache(model, "h20", 16))
+    refused("needs a capacity", lambda: kvbench.Cache(model, "h2o"))
+    refused("takes no capacity", lambda: kvbench.Cache(model, "dense", 16))
+    refused("capacity", lambda: kvbench.Cache(model, "h2o", 16, window=17), lambda: kvbench.Cache(model, "sink_window", 3))
+    refused("unexpected keyword argument 'windw'", lambda: kvbench.Cache(model, "h2o", 16, windw=3))
+    refused("did you mean 'stream'", lambda: kvbench.Cache(model, "h2o", 16, positions="streams"))
+    refused("expected step, prompt, {every: TOKENS} or", lambda: kvbench.Cache(model, "h2o", 16, evict=16))
+    refused("there is no codec 'int3'", lambda: kvbench.Cache(model, "h2o", 16, kv="int3"))
+    refused("which can't lose one", lambda: kvbench.Cache(model, "h2o", 16, kv="kivi2"))
+    refused("whole pages of 5", lambda: kvbench.Cache(model, "h2o", 16, evict={"pages": 5}))
+    refused("an instance with its parameters", lambda: kvbench.Cache(model, H2O(), 16, window=3), lambda: kvbench.Cache(model, 3))
+    refused("or a wrapper of one", lambda: kvbench.Cache(model.model.layers[0]), lambda: kvbench.Cache("llama"))
+    refused("evaluation mode", lambda: kvbench.Cache(tiny_model("llama").train()))
+    refused("AutoModelForCausalLM", lambda: kvbench.Cache(model.model))
+    refused(
+        "'dynamic|longrope'|rope_length",
+        lambda: kvbench.Cache(tiny_model("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})),
+    )
+    refused("model family 'bloom' can't be driven", lambda: kvbench.Cache(tiny_model("bloom")))
+    kept = kvbench.Cache(model)
+    refused("other caches have None", lambda: kvbench.Cache(model, rope_length=512))
+    assert kept.get_seq_length() == 0
+
+
+def test_a_copied_model_has_a_forward_of_its_own():
+    model, prompt = copy.deepcopy(plain()), tokens_of(40)
+    kept = kvbench.Cache(model, "h2o", 24)
+    model = copy.deepcopy(model)
+    kept = kvbench.Cache(model, "h2o", 24)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(-1)
+        assert torch.allclose(other(prompt).logits, -model(prompt).logits)
+    refused("belongs to another model", lambda: other(prompt, past_key_values=kept))
+
+
+def test_a_forward_that_somebody_else_put_there_stays():
+    """Accelerate and `torch.compile` put theirs on the model, before or after ours."""
+    model, calls = copy.deepcopy(plain()), []
+
+    def before(*args, **kwargs):
+        calls.append(1)
+        return type(model).forward(model, *args, **kwargs)
+
+    model.forward = before
+    kept = kvbench.Cache(model, "h2o", 24)
+    model.generate(tokens_of(40), past_key_values=kept, max_new_tokens=3)
+    assert calls
+    del kept
+    assert model.forward is before
+    kept = kvbench.Cache(model, "h2o", 24)
+    around = model.forward
+    model.forward = after = lambda *args, **kwargs: around(*args, **kwargs)
+    del kept
+    assert model.forward is after
+
+
+@cache
+def builtin():
+    folder = model_directory("builtin:recall", None, False)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.generation_config.use_cache = True  # its config has what it was trained with
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def test_streamers_and_chat_templates_work(capsys):
+    model, tokenizer = builtin()
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    kept, said = kvbench.Cache(model, "h2o", 16), torch.zeros(1, 0, dtype=torch.int64)
+    for message in ("The first line of a text.", "And then what came?"):
+        asked = [{"role": "user", "content": message}]
+        inputs = tokenizer.apply_chat_template(asked, chat_template=template, return_tensors="pt", return_dict=True)
+        said = torch.cat([said, inputs["input_ids"]], 1)
+        streamer = TextStreamer(tokenizer, skip_prompt=True)
+        length = said.shape[1]
+        said = model.generate(said, past_key_values=kept, max_new_tokens=8, do_sample=False, streamer=streamer)
+        assert capsys.readouterr().out.strip() == tokenizer.decode(said[0, length:]).strip() != ""
+        assert kept.get_seq_length() == said.shape[1] - 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import bench_in, in_blocks, model_of, nll, tokens_of
+from conftest import bench, bench_in, in_blocks, model_of, nll, tokens_of
 from factories import record
 
 from kvbench.harness.core.errors import UserError
@@ -223,3 +223,25 @@ def test_a_file_that_is_no_table_of_this_cell_is_refused(tmp_path):
     (tmp_path / "t.pt").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"is no table of evictions; 'bench show kept RECORD --replay FILE' writes one"):
         Replay(file).bind(2)
+
+
+@pytest.mark.slow("measures suites")
+def test_a_run_under_replay_gives_the_same_nlls(capsys, one):
+    path, made = one
+    assert bench(capsys, "show", "kept", path, "--replay", "table.pt")[:2] == (0, "table.pt\n")
+    other_path, other = measured(Path(), "one.yaml", "--policy", "{name: replay, file: table.pt}")
+    assert len(other["cell"]["parameters"]["sha256"]) == 64
+    ours, theirs = (np.load(p.parent / r["trace"]["file"]) for p, r in ((path, made), (other_path, other)))
+    np.testing.assert_allclose(theirs, ours, atol=1e-4)
+    code, _, err = bench(capsys, "show", "kept", other_path)
+    said = f"{other_path.stem}: has no keep map: measure it again with 'bench run {other['cell_id'][:8]} --trace kept'"
+    assert (code, err) == (2, f"bench: {said}\n")
+
+
+def test_past_the_end_of_its_map_the_oldest_token_goes(tmp_path):
+    read = CachedDecoder(model_of("llama"), CacheConfig(Replay(table_of(tmp_path / "t.pt", [[[4, 2, 4, 3]] * 2] * 2, [2])), 2))
+    read(tokens_of(4))
+    assert read.kept() == [[[[0, 2]] * 2]] * 2
+    for step, expected in ((4, [2, 4]), (5, [4, 5]), (6, [5, 6])):
+        read(tokens_of(1, seed=step))
+        assert read.kept() == [[[expected] * 2]] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from collections import Counter
 from functools import cache
 from itertools import combinations, product
@@ -21,6 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import chi2, chi2_contingency
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.intervals import wilson
 from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval import catalogue
@@ -29,13 +31,14 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.aggregates import pass_at, pass_sizes
+from kvbench.harness.records.aggregates import pass_at, pass_sizes, sample_figures
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.tasks.lm_eval import LmEvalMetrics
+from kvbench.harness.tasks.lm_eval import LmEval, LmEvalMetrics, LmEvalOptions, _pass_at
 from kvbench.harness.tasks.lm_eval.measure import _sample, _template
+from kvbench.harness.tasks.task import MeasurementError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("lm-eval")]  # lm-eval and its packages give warnings
 TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]
@@ -419,3 +422,54 @@ def test_pass_at_k_counts_choices(number):
         choices = [any(c) for c in combinations([i < right for i in range(number)], k)]
         assert pass_at(np.array([float(right)]), number, k)[0] == pytest.approx(sum(choices) / len(choices))
     assert pass_sizes(number) == {1: [1], 2: [1, 2], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}[number]
+
+
+def test_query_aware_and_query_blind_are_never_in_one_table(records):
+    once, stream = (
+        section(next(r for r in records[0] if r.cell.task.prompt == prompt), records[0]).text for prompt in ("once", "stream")
+    )
+    assert [page.splitlines()[0] for page in (once, stream)] == ["## lm-eval, prompt once", "## lm-eval, prompt stream"]
+    assert "query-blind" in stream
+    assert "query-aware" not in stream
+    assert "± " in stream
+    assert "paired by question" in stream
+
+
+def test_a_metric_that_is_no_number_is_refused():
+    with pytest.raises(MeasurementError, match="choose another"):
+        _sample({"f1": {"a": 1}, "doc_id": 0, "target": "", "resps": []}, "f1")
+
+
+def test_a_task_in_the_chat_template_asks_other_questions(chatting):
+    plain, chat = (
+        LmEval.data(LmEvalOptions(tasks="kvbench_cloze", limit=2, chat_template=on), lambda: chatting, None)
+        for on in (None, True)
+    )
+    asked = [[i.args[0] for task in data.loaded["tasks"].values() for i in task.instances] for data in (plain, chat)]
+    assert [f"<user>{text}<assistant>" for text in asked[0]] == asked[1]
+    assert plain.ids_sha256 != chat.ids_sha256
+
+
+def test_intervals_of_pass_at_k_are_over_questions(four):
+    """Where the four answers to a question are alike, 24 questions are worth 24 answers; fewer than 20 have no interval."""
+
+    def shown(right, questions=24):
+        """pass@1 of four answers to each question, so many of which are right. -> its width, and the text."""
+        figures = sample_figures([{"score": c / 4, "scores": [1.0] * c + [0.0] * (4 - c)} for c in right[:questions]])
+        kept = {k: v for k, v in four[0][0].metrics.as_json().items() if k not in figures}
+        text = _pass_at(LmEvalMetrics.from_json(kept | figures), 1)
+        ends = re.search(r"\[([\d.]+), ([\d.]+)\]", text)
+        return (float(ends[2]) - float(ends[1])) / 100 if ends else None, text
+
+    alike, mixed = [4] * 18 + [0] * 6, [3] * 24
+    of_questions, of_answers = (float(np.diff(wilson(18 * n, 24 * n))[0]) for n in (1, 4))
+    assert shown(alike)[0] == pytest.approx(of_questions, rel=0.1)
+    assert shown(mixed)[0] == pytest.approx(of_answers, rel=0.1)
+    assert shown(alike, 19) == (None, f"{100 * 18 / 19:.1f}")
+
+
+def test_settings_of_one_cell_are_not_those_of_the_next(chatting):
+    for temperature, expected in ((0.5, {"do_sample": True, "temperature": 0.5}), (None, {"do_sample": False})):
+        data = LmEval.data(LmEvalOptions(tasks="kvbench_cloze_said", limit=1, temperature=temperature), lambda: chatting, None)
+        (task,) = data.loaded["tasks"].values()
+        assert {k: v for k, v in task.instances[0].args[1].items() if k not in ("until", "max_gen_toks")} == expected

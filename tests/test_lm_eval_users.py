@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import bench
@@ -12,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.kvbench import KVBench
+from kvbench.harness.tasks.lm_eval import LmEval, measure
+from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
 
 REQUEST = ("loglikelihood", {}, ("reg 3 = 41\n" * 20, "reg 3"), 0)
 
@@ -105,3 +109,48 @@ def test_add_bos_token_decides_whether_a_text_is_scored_after_one_bos_or_two(sha
         with torch.no_grad():
             logits = plain(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
         assert score == pytest.approx(float(logits[range(len(tokens) - 1), tokens[1:]].sum()), abs=1e-2)
+
+
+def test_kept_requests_are_those_of_the_same_command(tmp_path, monkeypatch):
+    from lm_eval.caching import cache
+
+    folders = []
+    config = tmp_path / "config.yaml"
+    for option, changed in (("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")):
+        monkeypatch.setattr(cache, "PATH", "root")
+        config.write_text(changed)
+        command = ["run", "--gen_kwargs", option, "--config", str(config), "--cache_requests"]
+        catalogue.keep_requests_apart([*command, "refresh" if not folders else "true"])
+        folders.append(cache.PATH)
+    assert len({*folders}) == 3
+    assert folders[0] == folders[3]
+
+
+def test_a_suite_with_a_chat_template_that_a_base_model_lacks_is_refused():
+    from kvbench.harness.models.hub import model_directory
+    from kvbench.harness.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(model_directory("builtin:sink_2", None, False))
+    with pytest.raises(UserError, match="kvbench_cloze: .*chat_template"):
+        LmEval.data(LmEvalOptions(tasks="kvbench_cloze", limit=1, chat_template=True), lambda: tokenizer, None)
+
+
+def test_a_suite_passes_add_bos_token_on(monkeypatch):
+    passed = []
+
+    class PassedError(Exception):
+        pass
+
+    def model(*_, add_bos_token, **__):
+        passed.append(add_bos_token)
+        raise PassedError
+
+    monkeypatch.setattr(measure, "KVBench", model)
+    monkeypatch.setattr(measure, "RequestReader", lambda *_: None)
+    data = SimpleNamespace(tokens=1, lengths=[1], tokenizer=None)
+    job = SimpleNamespace(data=data, at_once=1, model=None, config=None, block=None, method=None)
+    for value in (None, False):
+        with pytest.raises(PassedError):
+            measure.measure(LmEvalOptions(tasks="a", add_bos_token=value), job)
+    assert passed == [None, False]
+    assert "add_bos_token" not in LmEvalOptions(tasks="a").model_dump(exclude_none=True), "cells without it stay as they were"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from conftest import bench
 from factories import record
 from fuzz_records import fuzz
 
+from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import verify
@@ -134,3 +136,31 @@ def test_no_mutated_record_breaks_a_verb():
     assert not failures, failures[0]
     assert seen["mutations"] == 15
     assert seen["leaderboard: exit 0"] + seen["leaderboard: exit 1"] == 3, "1: a record was left out"
+
+
+@pytest.mark.slow("processes of its own")
+def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
+    out = tmp_path / "board" / "README.md"
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    whole = contents(out.parent)
+    command = [sys.executable, "-m", "kvbench", "leaderboard", "--results", str(results), "--out", str(out)]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    while any(p.poll() is None for p in both):
+        assert contents(out.parent) == whole, "whoever reads meanwhile sees whole files"
+    assert [(p.communicate()[1], p.returncode) for p in both] == [(b"", 0)] * 2
+    assert contents(out.parent) == whole
+    assert not list(out.parent.rglob("*.partial"))
+
+
+def test_of_records_that_do_not_go_together_the_most_stay():
+    records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
+
+    def make(part):
+        kinds = {r.cell.policy.startswith("odd") for r in part}
+        if len(kinds) > 1:
+            raise TypeError("mixed")
+        return [r.cell.policy for r in part]
+
+    made, broken = make_without_broken(records, make)
+    assert made == [f"p{i}" for i in range(6)]
+    assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]

@@ -13,7 +13,8 @@ import torch
 import transformers
 from conftest import DEVICE, model_of, nll, tokens_of
 
-from kvbench.harness.core.parameters import policy_from
+from kvbench.harness.core.parameters import parameters_of, policy_from
+from kvbench.harness.core.sources import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
@@ -191,3 +192,24 @@ def test_a_press_of_kvpress_equals_our_policy_of_that_name(name, parameters, pol
     expected = after_prompt(CacheConfig(policy, 16, "stream", evict="prompt"), tokens)
     assert (found - expected).abs().max() < 3e-4, DEVICE
     assert abs(found.mean() - expected.mean()) < 1e-5
+
+
+def test_a_fork_takes_the_notes_along(form):
+    tokens, wanted = tokens_of(40), config("DecodingPress", interval=8)
+    read = decoder(model_of("llama"), wanted, 1, EAGER)
+    for t in range(13):
+        read(tokens[:, t : t + 1])
+    fork = read.fork([0])
+    both = [torch.cat([r(tokens[:, t : t + 1]) for t in range(13, 40)], 1) for r in (read, fork)]
+    assert torch.equal(*both)
+
+
+def test_its_record_names_versions_presses_inside_and_sources(form, tmp_path):
+    wanted = config("Each", presses=(HALF, HALF)).policy
+    assert parameters_of(wanted) == {"attention": None, "presses": [HALF | {"attention": None}] * 2}
+    assert wanted.code == f"kvpress 9, transformers {transformers.__version__}"
+    (tmp_path / "mine.py").write_text("from kvpress import FirstAndNewest\n\nclass Mine(FirstAndNewest):\n    pass\n")
+    own = [policy_from("kvpress:Twice", {"press": {"name": f"{tmp_path / 'mine.py'}:Mine", "first": n}}) for n in (1, 2)]
+    assert parameters_of(own[0], recorded=True)["press"] == {"name": "mine.py:Mine", "attention": None, "first": 1}
+    outside = policy_from("kvpress:Twice", {"press": HALF})
+    assert source_digest(own[0]) == source_digest(own[1]) != source_digest(outside)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from conftest import bench_in as bench
 
@@ -57,3 +59,21 @@ def test_an_empty_argument_is_a_mistake(command, tmp_path):
     assert "is empty" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow("measures suites")
+def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, asked):
+    first = bench(*asked, cwd=tmp_path)
+    head, *rows = (line.split("\t") for line in first.stdout.splitlines())
+    assert head == ["policy", "capacity", "figure", "kv_bytes", "tokens/s", "status", "cell"]
+    assert len(rows) == 2
+    assert re.search(r"^\[1/2\] dense: perplexity", first.stderr, re.M)
+    assert re.search(r"^window +\S+ +16.5 KiB  ok$", first.stderr, re.M)
+    assert first.stderr.endswith(
+        "Records: results\nPages: results/index.html and results/README.md, written by: bench leaderboard\n"
+    )
+    again = bench(*asked, cwd=tmp_path)
+    assert again.stdout == first.stdout
+    assert again.stderr.splitlines()[0] == "2 cells were finished before and skipped (--fresh measures them again)"
+    elsewhere = bench(*asked, "--results", "my results", cwd=tmp_path).stderr
+    assert elsewhere.endswith(", written by: bench leaderboard --results 'my results'\n")

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,9 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.closing import closing
+from kvbench.harness.report.shares import answers
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.request import RunRequest
@@ -323,3 +327,34 @@ def test_every_figure_but_bytes_follows_from_the_trace_file(measured):
     sizes = {e.cell.id: e.kv_bytes // Trace.streams(e.cell.task) for e in estimates(cells, "cpu")}
     bounded = {r.cell_id: r.metrics.kv_bytes for r in records if r.cell.most_kept is not None}
     assert bounded == {cell: sizes[cell] for cell in bounded}
+
+
+@given(seed=st.integers(0, 10**9), lines=st.integers(2, 5), restate=st.sampled_from(["full", "reads"]))
+def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
+    """Else it would go on for ever."""
+    options = TraceOptions(programs=1, lines=lines, registers=3, steps=20, restate=restate)
+    made = machine.program(random.Random(seed), lines, restate, False, (20, 40), 3)
+    words = [word for step in made.steps() for word in step.words]
+    for end in range(options.step, len(words), 5):
+        assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"
+
+
+def test_several_answers_to_a_program_are_one_cluster():
+    twice = made([RIGHT, RIGHT, "ask", "ask"] * 20, programs=40, samples=2, temperature=1.0)
+    assert len(answers([twice]).streams) == 40
+    low, high = answers([twice]).ends
+    alone_low, alone_high = answers([made([RIGHT, "ask"] * 40)]).ends
+    assert high - low > 1.3 * (alone_high - alone_low)
+
+
+def test_traces_of_other_lengths_are_never_pooled():
+    """In the table at the end of a run: dense has read longer ones, too, and has a row in two tables."""
+    records = RecordStore(Path(__file__).parents[1] / "leaderboard" / "results" / "long_answers").read_all()[0]
+    tables = [table for table in closing(records).tables if "right traces read" in table.heading]
+    assert len(tables) == 5  # those of 100 steps have two modes of positions, those of 400 two numbers of registers
+    for table in tables:
+        assert all(line[table.head.index("right")] for line in table.lines)
+        assert table.lines[0][0] == "dense"
+    headings = [table.heading for table in tables]
+    assert sum("200 to 400 steps" in heading for heading in headings) == 1
+    assert {heading.split(", ")[4] for heading in headings if "400 to 800 steps" in heading} == {"4 registers", "8 registers"}

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import registers, scbench
 from kvbench.harness.data.machine import WORDS
-from kvbench.harness.data.questions import QuizData
+from kvbench.harness.data.questions import QuizData, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.models.load import load_model, load_tokenizer
@@ -342,3 +342,32 @@ def test_a_conversation_goes_from_a_suite_to_a_page(words_dir, tmp_path):
     assert sum(counts.questions for counts in (metrics.kinds or {}).values()) == 6
     shown = bench_in("show", "table", records[0]["cell_id"][:12], "--results", tmp_path / "results", cwd=tmp_path)
     assert "Percent right by the turn" in shown.stdout
+
+
+@PAIRED
+def test_one_turn_is_one_request(model, words, tmp_path, config):
+    turns, requests = (TurnsOptions(**SHORT | {"turns": 1, "streams": 5}, mode=mode) for mode in ("turns", "requests"))
+    runs = [answered(o, Turns.data(o, lambda: words, None), tmp_path, config, model) for o in (turns, requests)]
+    assert runs[0] == runs[1]
+
+
+def test_parts_that_come_alone_are_tokenised_alone():
+    """The border of a question and its answer may lie inside what would be one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    pairs = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", *"abcd ", "b "])}, [("b", " ")]))
+    pairs.pre_tokenizer = pre_tokenizers.Split(" x", "removed")
+    from transformers import PreTrainedTokenizerFast
+
+    from kvbench.harness.data.questions import Script
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs)
+    script = Script("ab ", apart=True)
+    script.prompt = 3
+    script.ask("ab", "c", " c")
+    (made_quiz,) = quiz_data([script], "x", tokenizer).quizzes
+    (q,) = made_quiz.questions
+    assert (made_quiz.prompt, q.start, q.prompt_end, q.answer_end) == (2, 2, 4, 6)
+    script.apart = False
+    with pytest.raises(UserError, match="in one token"):
+        quiz_data([script], "x", tokenizer)
