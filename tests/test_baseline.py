@@ -7,6 +7,7 @@ from pathlib import Path
 
 import injected
 import pytest
+import yaml
 from conftest import bench
 from factories import record
 from tampered import TAMPERED
@@ -212,3 +213,31 @@ def test_a_model_that_is_refused_now_is_a_regression_and_a_typo_is_not(suite, tm
     assert (code, found["check"], found["state"]) == (Exit.NO, "status", "regression")
     assert "the model is refused: sink_1: model family 'llama' can't be driven" in found["says"]
     assert bench(capsys, "check", "--baseline", folder, "--model", "builtin:sonk")[0] == Exit.MISTAKE
+
+
+BAND = {"ratio": 1.0, "low": 0.9, "high": 1.1, "runs": 8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"suite": 5}, {"suite": None}, {"charm": 1}, {"options": {"charm": 1}}, {"options": {"threads": "many"}}, {"options": 3},
+        {"options": {"threads": 0}}, {"bands": {"a": BAND | {"ratio": float("nan")}}}, {"bands": {"a": BAND | {"low": 2.0}}},
+        {"bands": {"a": BAND | {"high": float("inf")}}}, {"bands": {"a": 3}}, {"bands": [1]}, {"cells": {}}, {"cells": {"a": 3}},
+        {"cells": {"a": {"status": "ok", "record": "../../x", "sha256": "0" * 64}}},
+        {"cells": {"a": {"status": "ok", "record": "/etc/passwd", "sha256": "0" * 64}}},
+        {"cells": {"a": {"status": "ok", "record": "gone.json", "sha256": "0" * 64}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mistake_in_baseline_yaml_is_one_line_and_no_regression(change, folder, capsys):
+    value = yaml.safe_load((folder / FILE).read_text()) | change
+    (folder / FILE).write_text(yaml.safe_dump(value))
+    code, _, err = bench(capsys, "check", "--baseline", folder)
+    assert (code, err.count("\n"), "Traceback" in err) == (Exit.MISTAKE, 1, False), err
+
+
+def test_an_absolute_path_in_an_option_is_refused_before_anything_is_measured(suite, tmp_path, capsys):
+    for option in ("/home/me/mine.py:Mine", "{name: /home/me/mine.py:Mine}", "~/mine.py:Mine"):
+        code, _, err = bench(capsys, "baseline", "update", tmp_path / "x", "--suite", suite, "--policy", option, "--why", "x")
+        assert (code, "must work on other machines" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)

@@ -219,3 +219,25 @@ def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_di
     assert len(rows) == 6
     assert {r["kv_bytes"] for r in rows if r["policy"] == "h2o"} == {20 * 33 * 256 * 2}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
+    empty = tmp_path / "empty-model"
+    empty.mkdir()
+    assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+    (empty / "config.json").write_text((model_dir / "config.json").read_text())
+    assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+
+
+@pytest.mark.slow("processes of its own")
+@pytest.mark.parametrize(
+    ("args", "code", "closed"), [("list tasks", 0, ">&-"), ("run nonsense", 2, "2>&-"), ("list tasks", 0, ">&- 2>&-")]
+)  # the stream that something is written to, and both
+def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
+    """A reader that closes the pipe gets no error message."""
+    done = subprocess.run(
+        f"{sys.executable} -m kvbench {args} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == code
+    assert "Traceback" not in done.stdout + done.stderr

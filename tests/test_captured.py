@@ -263,3 +263,22 @@ def test_captured_on_cuda(config):
     assert fast.graphs.refused == ""
     assert fast.graphs.replayed > 20
     assert fast.kept() == plain.kept()
+
+
+class OnCuda:
+    """Tokens that say they are on CUDA."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("why", ["", "a step waits"])
+def test_what_waits_in_the_dry_run_is_never_captured(monkeypatch, why):
+    calls = []
+    monkeypatch.setattr(captured, "dry_run", lambda step, tokens: calls.append("dry run") or (step(tokens), why))
+    graphs = StepGraphs(lambda step, tokens: calls.append("capture") or step, after=3)
+    for _ in range(6):
+        graphs("slots", "phase", None, lambda tokens: calls.append("step"), OnCuda())
+    assert calls.count("step") == 6
+    eager = ["step", "step", "dry run", "step"]
+    assert calls == [*eager, *(["step"] * 3 if why else ["capture", "step", "step", "step"])]
+    assert (graphs.refused, graphs.replayed, PROCESS.failed) == (why, 0 if why else 3, "")

@@ -159,3 +159,41 @@ def test_one_directory_may_hold_several_sources(tmp_path):
         (tmp_path / source).mkdir()
         (tmp_path / source / file).write_text(source)
         assert [t.text for t in texts(source, "test", None, 0, 1, tmp_path)[1]] == [source]
+
+
+def test_the_hub_path_reads_the_pinned_layout(tmp_path, monkeypatch):
+    """The real loading code, on a local directory laid out like the hub's edition."""
+    (tmp_path / "data").mkdir()
+    table = pa.table({"short_book_title": ["t"], "publication_date": [1900], "url": ["u"], "text": ["some words"]})
+    pq.write_table(table, tmp_path / "data/test-00000-of-00001-29a571947c0b5ccc.parquet")
+    monkeypatch.setattr(pg19, "HUB_ID", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert [(b.title, b.text) for b in pg19.books("test", None)[1]] == [("t", "some words")]
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        (pa.array([1, 2]), "holds int64, expected string"),
+        (pa.array([["a"], ["b"]]), "holds list<.*>, expected string"),
+        (pa.array([{"a": "b"}, {"a": "c"}]), "holds struct<.*>, expected string"),
+        (pa.array([b"\xff\xfe", b"x"]), "holds binary, expected string"),
+        (pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")), "damaged: a row can't be"),
+    ],
+    ids=["int", "list", "struct", "binary", "not UTF-8"],
+)
+def test_parquet_whose_text_is_none_is_told_in_one_line(tmp_path, column, says):
+    pq.write_table(pa.table({"text": column}), tmp_path / "test.parquet")
+    with pytest.raises(UserError, match=f"test.parquet: .*{says}"):
+        list(pg19.books("test", tmp_path)[1])
+
+
+def test_wikitext_that_is_missing_or_there_twice_is_told_in_one_line(tmp_path):
+    (tmp_path / "wiki.test.tokens").write_text("words that are <unk>")
+    with pytest.raises(UserError, match=r"no WikiText-2 \(wiki.test.raw, or"):
+        wikitext.articles("test", tmp_path)
+    for edition in ("wikitext-2-raw", "wikitext-103-raw"):
+        (tmp_path / edition).mkdir()
+        (tmp_path / edition / "wiki.test.raw").write_text(RAW)
+    with pytest.raises(UserError, match="several texts of the split 'test': .*give --data the folder of one"):
+        wikitext.articles("test", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -150,3 +151,23 @@ def test_a_contestant_that_holds_more_than_it_should(held, parameters, flag):
     theirs = {"policy": "mine.py:Theirs", "capacity": None, "parameters": {"attention": None, **parameters}}
     flags = flags_of(read(199, policy="dense"), read(held, 1.0, cell=theirs, facts={"code": "mine.py"}))
     assert [f for f in flags if f.startswith(flag or "")] if flag else flags == []
+
+
+def of_model(policy, nll, **facts):
+    """A record whose model guesses among 100 tokens, with a bucket within its training length and one beyond."""
+    buckets = [{"from": 0, "to": 64, "tokens": 64, "nll": nll[0]}, {"from": 64, "to": 128, "tokens": 64, "nll": nll[1]}]
+    made = record(policy, None if policy == "dense" else 8)
+    return edit(made, metrics={"buckets": buckets}, facts={"vocab_size": 100, "training_length": 64} | facts)
+
+
+def test_only_dense_and_only_within_the_training_length_counts():
+    chance = math.log(100)
+    calm = [of_model("dense", (chance - 0.01, 9.0)), of_model("window", (9.0, 9.0))]
+    assert [r.metrics.flags for r in with_doubts(calm)] == [[], []]
+    wrong = [of_model("dense", (chance + 0.01, 0.0)), of_model("window", (1.0, 1.0))]
+    wrong.append(of_model("h2o", (1.0, 1.0), weights_sha256="b"))
+    first, second, other = (r.metrics.flags for r in with_doubts(wrong))
+    assert first == second
+    assert "perplexity 101, vocabulary 100" in first[0]
+    assert other == []
+    assert [r.metrics.flags for r in wrong] == [[], [], []], "records stay as they are"

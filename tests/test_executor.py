@@ -17,6 +17,7 @@ from kvbench.harness.run.options import KeepSteps, RunOptions
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.worker import Worker
+from kvbench.harness.suite import Resources
 
 SUITE = """
 suite: spread
@@ -145,3 +146,12 @@ def test_a_task_whose_data_cannot_be_sent_has_the_worker_read_them(request_, tmp
     assert worker.check([0]) == ""
     object.__setattr__(order.cells[0], "data_sha256", "another")
     assert "its data differ" in worker.check([0])
+
+
+def test_resources_change_no_cell_id(request_):
+    before = [cell.id for cell in request_.cells()]
+    with open("spread.yaml", "a") as file:
+        file.write("resources: {gpus: 0.5, memory: 8GiB, cpus: 2}\n")
+    cells = request_.cells()
+    assert [cell.id for cell in cells] == before
+    assert cells[0].resources == Resources(gpus=0.5, memory=2**33, cpus=2)

@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
+from conftest import bench
 
 from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.doubts import with_doubts
+from kvbench.harness.report.sections import section
+from kvbench.harness.report.verify import problems
 from kvbench.harness.tasks.lm_eval.measure import question_start
 
 KINDS = ("needle", "distracted", "popular", "values", "recent")
@@ -52,3 +59,38 @@ def test_a_needle_in_a_book_stands_among_the_sentences_of_the_book(tmp_path):
         assert text.count(needle) == 1
         assert len(prose) > 10
         assert set(prose) <= set(sentences)
+
+
+SUITE = """suite: facts
+version: 1
+model: {id: "builtin:sink_2"}
+task: {name: lm_eval, tasks: [kvbench_cloze_said, kvbench_facts_needle], limit: 3, question: [seen, unseen]}
+capacity: 24
+evict: prompt
+policies: [dense, window]
+"""
+
+
+@pytest.mark.slow("measures a suite")
+def test_a_row_says_that_its_answers_preceded_the_cut_and_that_dense_cant(tmp_path, capsys):
+    (tmp_path / "facts.yaml").write_text(SUITE)
+    code, _, err = bench(capsys, "run", tmp_path / "facts.yaml", "--results", tmp_path / "r", "--device", "cpu")
+    assert code == 0, err
+    records = RecordStore(tmp_path / "r").read_all()[0]
+    flags = {(r.cell.options["tasks"], r.cell.options.get("question"), r.cell.policy): r.metrics.flags for r in records}
+    words = load_tokenizer(model_directory("builtin:sink_2", None, False))
+    answers = list(catalogue.task("kvbench_cloze_said", 0, 1234, [], {})["tasks"]["kvbench_cloze_said"].test_docs())[:3]
+    short = sum(len(words.tokenize(f" {document['answer']}")) == 1 for document in answers)
+    before = [f"the first token of an answer was chosen before the cut, and {short} of 3 answers have no other"]
+    assert short
+    assert flags.pop(("kvbench_cloze_said", None, "window")) == before
+    assert len(flags) == 7
+    assert not any(flags.values())
+    assert all(problems(r, RecordStore(tmp_path / "r").path(r).parent) == [] for r in records)
+    doubted = {r.cell.options["tasks"]: r.metrics.flags for r in with_doubts(records) if r.cell.options.get("question")}
+    assert doubted["kvbench_cloze_said"] == []
+    assert doubted["kvbench_facts_needle"] == [
+        "dense can't: it answers 0 % right, so answers to these questions say little about policies"
+    ]
+    needles = [r for r in records if r.cell.options["tasks"] == "kvbench_facts_needle" and not r.cell.options.get("question")]
+    assert "in parentheses, those that contain it" in section(needles[0], needles).text

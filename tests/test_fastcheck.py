@@ -357,3 +357,26 @@ def test_cells_that_differ_in_seed_alone_share_a_check(monkeypatch):
     assert checked == [first, *others]
     fastcheck.remembered_check(adopt(tiny_model("llama").to(DEVICE)), first)
     assert checked[-1] == first
+
+
+@pytest.mark.parametrize("config", [CacheConfig(H2O(), 20), CacheConfig(SinkWindow(4), 20), CacheConfig(Dense())], ids=str)
+def test_fast_and_plain_agree_from_a_filled_cache(config):
+    fast, plain = filled(config, 50, method=FASTEST), filled(config, 50, method=PLAIN_WALK)
+    for block in tokens_of(26, 2).split([20, 1, 1, 1, 1, 1, 1], 1):
+        torch.testing.assert_close(fast(block), plain(block), atol=1e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+    other = filled(config, 50, method=PLAIN_WALK, seed=1)
+    assert not torch.equal(other.walks[0].slots.tensors.keys.tensor, plain.walks[0].slots.tensors.keys.tensor)
+
+
+@needs_compiler
+def test_a_walk_kernel_that_dies_leaves_steps_fast(monkeypatch):
+    config = CacheConfig(H2O(), 8)
+    monkeypatch.setattr(type(kernels(config).walk), "__call__", dies)
+    found = fast_method(model_of("llama"), config)
+    assert (found.blocks, found.step) == ("walk", "compiled")
+    assert (found.method.walk_kernel, found.method.step_kernel) == (False, True)
+    assert found.refused == "compiled walk: RuntimeError: out of resource: shared memory"
+    read = CachedDecoder(model_of("llama"), config, method=found.method)
+    read(tokens_of(30))  # would die by the kernel
+    assert read(tokens_of(1)).isfinite().all()

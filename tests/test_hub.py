@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.hub import model_directory, weights_digest
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -93,3 +94,25 @@ def test_a_damaged_file_of_digests_is_made_anew(hub, remembered, text):
     remembered.write_text(text)
     assert weights_digest(hub.directory) == first
     assert len([name for name in json.loads(remembered.read_text()) if str(hub.directory) in name]) == 2
+
+
+def test_a_commit_of_which_only_the_tokenizer_is_there_is_downloaded(hub):
+    hub.cached = True
+    (hub.directory / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no safetensors weights$"):
+        model_directory("owner/name", COMMIT, False)
+    assert [asked["local"] for asked in hub.asked] == [True, False]
+
+
+def test_pickled_weights_are_downloaded_where_they_are_allowed(hub):
+    (hub.directory / "model.safetensors").rename(hub.directory / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pickled weights are read only with model\.pickle: true"):
+        model_directory("owner/name", None, False)
+    assert model_directory("owner/name", None, True) == hub.directory
+    assert "pytorch_model*.bin" in hub.asked[-1]["allow_patterns"]
+
+
+def test_what_the_hub_refuses_is_told_in_one_line(hub):
+    with pytest.raises(UserError) as error:
+        model_directory("owner/nothing", None, False)
+    assert str(error.value) == "owner/nothing: can't be downloaded (OSError: 404 Client Error)"

@@ -14,11 +14,13 @@ import torch
 from factories import cell_record
 from lm_eval.api.instance import Instance
 
+from kvbench.harness.core import plugins
 from kvbench.harness.data.questions import Script, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.tasks.arc_stream import ArcStream, ArcStreamOptions
 from kvbench.harness.tasks.lm_eval import LmEval
 from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
@@ -275,3 +277,8 @@ def test_an_answer_to_a_question_of_lm_eval_that_is_verified(name, metric, tmp_p
     exact, contained = ("".join("01"[row[place]] for row in COMPLETIONS) for place in (2, 3))
     assert figures["outcomes"] == (exact if metric is None else contained)
     assert figures["lm_eval.contained,none"] == contained.count("1") / len(COMPLETIONS)
+
+
+def test_every_task_that_judges_answers_has_rows():
+    judging = {name for name in plugins.task_names() if issubclass(plugins.task_class(name).metrics, QuestionMetrics)}
+    assert judging == {task.options.model_fields["name"].default for task in (StreamEval, ArcStream, Turns, Trace, LmEval)}

@@ -224,3 +224,14 @@ def test_allocated_bytes_are_the_formula_as_a_cache_grows():
 def test_nothing_is_evicted_out_of_a_group(model, config, message):
     with pytest.raises(ValueError, match=message):
         CachedDecoder(model_of(model), CacheConfig(**config, kv=SMALL))
+
+
+@pytest.mark.parametrize(("evict", "policy"), [(1, Dense()), ("prompt", SnapKV(window=4))])
+def test_a_residual_that_is_never_full_is_the_float_cache_exactly(evict, policy):
+    model, tokens, logits = model_of("llama"), tokens_of(40), []
+    for kv in (None, Kivi("kivi2", residual=64)):
+        config = CacheConfig(policy, 12 if policy.evicts else None, evict=evict, kv=kv)
+        read = CachedDecoder(model, config, method=TOKEN_BY_TOKEN)
+        first = read.read_prompt(tokens[:, :24], 24)
+        logits.append(torch.cat([first[:, None], in_blocks(read, tokens[:, 24:], 1)], 1))
+    assert torch.equal(*logits)

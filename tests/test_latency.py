@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from conftest import bench_in as bench
 from conftest import model_of
 
+from kvbench.harness.core import device
 from kvbench.harness.core.device import Marks
 from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.engine.decoder import CacheConfig
@@ -256,3 +258,44 @@ def test_on_a_gpu_random_keys_stand_for_the_stream_and_on_a_cpu_it_is_read(measu
     assert dense["curve"][-1]["attended_slots"] == 512
     assert window["kv_bytes"] == model_of("llama").kv_bytes(16)
     assert 0 < h2o["bookkeeping_share"] < 1
+
+
+def test_a_16_bit_rate_of_a_cpu_is_at_least_that_of_float32(monkeypatch):
+    """Without instructions for 16 bits a large product took 40 times as long as in float32, and a step looked impossible."""
+    monkeypatch.setitem(device._MATRIX_SIDE, "cpu", 8)
+    monkeypatch.setattr(device, "best_seconds", lambda work, on, repeats: 0.5 if work().dtype == torch.float32 else 20.0)
+    assert device.multiply_rate(torch.device("cpu"), torch.bfloat16) == 2 * 8**3 / 0.5
+
+
+def test_what_does_not_settle_is_flagged_with_its_spread(measured):
+    (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"precision": 1e-9}))
+    assert not found["settled"]
+    assert found["flags"][0].startswith("unsettled: medians of 12 rounds lie between")
+    assert found["spread_ms"][0] < found["spread_ms"][1]
+
+
+def test_every_cell_must_be_settled(measured, monkeypatch):
+    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sitting_ms) >= lane.job.config.capacity))
+    options = SHORT.model_copy(update={"tokens": 40, "most_sittings": 6})
+    found = measured([CacheConfig(Window(), 3), CacheConfig(Window(), 5)], options)
+    assert [x["sittings"] for x in found] == [5, 5]
+
+
+def test_marks_time_what_lies_between_them(monkeypatch):
+    """In milliseconds, from the first mark on; `perf_counter` tells seconds."""
+    monkeypatch.setattr("kvbench.harness.core.device.time", SimpleNamespace(perf_counter=iter([7.0, 7.25, 7.375, 9.0]).__next__))
+    marks = Marks(torch.device("cpu"))
+    for _ in range(4):
+        marks.mark()
+    assert marks.milliseconds() == [250.0, 125.0, 1625.0]
+
+
+def test_growth_is_reserved_before_and_not_inside_a_step():
+    read = decoder(model_of("llama"), CacheConfig(Dense()))
+    read(torch.zeros(1, 250, dtype=torch.int64))
+    read.reserve(400)
+    place = read.walks[0].slots.tensors.keys.tensor.data_ptr()
+    for _ in range(300):
+        read(torch.zeros(1, 1, dtype=torch.int64))
+    assert read.walks[0].slots.tensors.keys.tensor.data_ptr() == place
+    assert read.slots == (550, 768)

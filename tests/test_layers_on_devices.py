@@ -7,6 +7,8 @@ where the layer is.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import in_blocks, tokens_of
@@ -16,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
-from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.method import EAGER, FASTEST
+from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.models import load
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.layers import device_map, dispatch
@@ -100,3 +103,48 @@ def test_budgets_of_a_prompt_see_all_layers_on_one_device(policy, policies):
     for read in reads:
         read.read_prompt(tokens_of(40, 2).cpu(), 16)
     assert reads[0].kept() == reads[1].kept()
+
+
+def half_on_meta(family: str = "llama") -> Model:
+    """A model adopted on the CPU, since that reads numbers, whose second layer and head then move to `meta`."""
+    model = adopt(tiny_model(family, vocab_size=96))
+    places = device_map(model.hf.config, torch.float32, [CPU, META], AutoModelForCausalLM)
+    assert {name: places[name].type for name in ("model.layers.0", "model.layers.1")} == {
+        "model.layers.0": "cpu",
+        "model.layers.1": "meta",
+    }
+    dispatch(model.hf, places)
+    model.hf._hf_hook.io_same_device = False  # numbers don't come back from `meta`
+    shape = model.layers[1]
+    rotation = shape.rotation
+    assert rotation is not None
+    rotation.prepare(torch.float32)
+    tables = {key: table.to(META) for key, table in rotation._tables.items()}
+    moved = replace(rotation, order=rotation.order.to(META), _tables=tables)
+    model.layers[1] = replace(shape, rotation=moved, device=META)
+    return model
+
+
+@pytest.mark.parametrize("name", ["dense", *evicting()])
+def test_what_belongs_to_a_layer_is_on_its_device(name, policies):
+    """Slots, statistics, ranks, masks and rotary tables. An operation that mixes the devices would raise."""
+    policy = Dense() if name == "dense" else policies[name]
+    if policy.outcome:
+        pytest.skip("decides at a prompt's end, which reads numbers that `meta` has not")
+    model = half_on_meta()
+    config = CacheConfig(policy, 16 if policy.evicts else None)
+    for method, sizes in ((EAGER, [5, 1, 11, 1]), (FASTEST, [14, 1, 2])):
+        read = CachedDecoder(model, config, 2, method)
+        assert {walk.slots.device for walk in read.walks} == {CPU, META}
+        for size in sizes:
+            logits = read(torch.zeros(2, size, dtype=torch.int64))
+            assert (logits.device, logits.shape) == (META, (2, size, 96))
+        fork = read.fork([1, 0])
+        fork.reserve(10)
+        fork(torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.bool))
+        assert fork.kv_bytes == read.kv_bytes
+
+
+def test_recomputed_windows_cross_devices():
+    read = decoder(half_on_meta(), CacheConfig(RecomputeWindow(), 8), 2)
+    assert read(torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 96)

@@ -10,16 +10,18 @@ from math import inf
 import pytest
 import torch
 from conftest import DEVICE, in_blocks, tokens_of
-from factories import MODES, POLICIES, chooser
+from factories import MODES, POLICIES, chooser, default_policies
 from reference import Chooser, Held
 from torch import Tensor
 from torch.nn.functional import silu
 
+from kvbench.harness.core import plugins
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.variants.lckv import LCKVConfig, LCKVForCausalLM
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.models.load import load_model
@@ -274,3 +276,21 @@ def test_as_many_passes_as_tokens_in_training_are_the_exact_forward_pass():
     logits, expected, first = (model(input_ids=tokens).logits for model in (training.train(), exact.eval(), few.train()))
     assert (logits - expected).abs().max() < EXACT
     assert (first - expected).abs().max() > 1e-2
+
+
+def test_broken_by_seeing_the_newest_token_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Rows, "used", lambda self: (self.rank < self._slots.empty_rank)[:, None])
+    assert not agrees("ordinary below", H2O())
+
+
+@pytest.mark.parametrize("name", [x for x in default_policies() if plugins.policy_class(x).caches])
+def test_every_policy_keeps_the_same_in_blocks_as_token_by_token(name):
+    model, tokens, policy = model_named("ordinary below"), tokens_of(45), plugins.policy_class(name)()
+    evict = "prompt" if policy.outcome else 1
+    results = []
+    for size in (1, 8):
+        read = CachedDecoder(model, CacheConfig(policy, 24 if policy.evicts and not policy.outcome else None, evict=evict))
+        first = read.read_prompt(tokens[:, :30], size)
+        results.append((torch.cat([first[:, None], in_blocks(read, tokens[:, 30:], size)], 1), read.kept()))
+    assert (results[0][0] - results[1][0]).abs().max() < EXACT
+    assert results[0][1] == results[1][1]

@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
+from conftest import bench
 
+from kvbench.harness.cli.closing import link
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.locks import OWNER_SUFFIX
 from kvbench.harness.records import RecordStore
@@ -49,3 +51,23 @@ def test_the_lock_of_a_process_that_ended_here_is_taken_over_and_that_of_another
     owner.write_text(f"elsewhere {ended.pid}\n")
     with pytest.raises(UserError, match="elsewhere, process .* delete .*owner"), RecordStore(tmp_path).locked("smoke"):
         pass
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Denied", "a\nb"),
+                                   TimeoutError("timed out"), OSError()])  # fmt: skip
+def test_an_error_of_the_users_disk_or_network_is_one_line(error, tmp_path, monkeypatch, capsys):
+    def acquire(*_, **__):
+        raise error
+
+    monkeypatch.setattr("kvbench.harness.records.store.RecordStore.files", acquire)
+    code, _, err = bench(capsys, "records", "verify", str(tmp_path))
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "Traceback" not in err
+    assert (error.strerror or str(error) or "OSError") in err
+
+
+def test_a_dumb_terminal_gets_no_links(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert link(tmp_path, True).startswith("\x1b]8;;file://")
+    monkeypatch.setenv("TERM", "dumb")
+    assert link(tmp_path, True) == str(tmp_path)

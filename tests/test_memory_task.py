@@ -20,7 +20,7 @@ from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.records import RecordStore
@@ -31,6 +31,7 @@ from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
+from kvbench.harness.tasks.memory.measure import tensor_bytes
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -212,3 +213,45 @@ def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):
     assert "out of memory: its weights take" in done.stderr
     records, _ = RecordStore(tmp_path / "results").read_all()
     assert sorted(r.status for r in records) == ["failed", "ok"]
+
+
+class Liar(CachedDecoder):
+    """Reports one slot too few."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return super().kv_bytes - 256 * 2
+
+
+def test_a_cache_of_another_size_than_asked_for_is_flagged(tmp_path):
+    found = run(tmp_path, CacheConfig(SinkWindow(4), 32), open=Liar)
+    assert any("by the model's shapes" in f for f in found["flags"])
+
+
+def test_tensors_are_counted_once_and_the_models_not_at_all():
+    read = decoder(model_of("llama"), CacheConfig(SinkWindow(4), 1000))
+    assert 0 <= tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**16
+    for _ in range(3):
+        read(torch.zeros(1, 1, dtype=torch.int64))
+    assert tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**18, "a step leaves nothing behind"
+    copy = read.fork([0])
+    assert tensor_bytes([read, copy]) > 1.9 * tensor_bytes(read)
+
+
+def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path, order):
+    monkeypatch.setattr(apart.sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(MemoryError, match="signal 9"):
+        measure(order())
+
+
+def test_its_process_ends_when_whoever_listens_does(order):
+    """Ctrl-C while progress is shown: the exception is passed on, and the process is gone."""
+
+    def interrupted(tokens, text):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(order(10**7, 10**4), interrupted)
+    assert not [p for p in psutil.Process().children() if "kvbench.harness.run.child" in " ".join(p.cmdline())]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,13 @@ def test_no_file_is_imported_because_a_record_names_it(ran, monkeypatch):
     odd.write_text(json.dumps(value | {"cell_id": digest(value["cell"])}))
     assert isinstance(read(odd).cell.task, AnyOptions)
     assert plugins.known_task("evil.py:Evil") is None
+
+
+def test_tasks_and_what_reads_records_import_no_torch():
+    code = (
+        "import sys\nfrom kvbench.harness.core import plugins\n"
+        "assert len(plugins.working_tasks()) >= 6\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'lm_eval', 'pyarrow'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr

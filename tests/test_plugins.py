@@ -99,3 +99,13 @@ def test_what_is_wrong_with_a_users_file_is_said_in_one_line(tmp_path, monkeypat
     assert code == 2
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_check_says_why_a_plug_in_can_not_be_used_and_which_is_ignored(package, capsys):
+    code, _, err = bench(capsys, "policy", "check", "fails")
+    assert code == 2
+    assert err.startswith("bench: the plug-in 'fails' (theirs_fails:Fails) can't be loaded: AttributeError")
+    assert err.count("\n") == 1
+    code, _, err = bench(capsys, "policy", "check", "h2o", "--capacity", 8)
+    assert code == 0
+    assert err.startswith("bench: the plug-in theirs:Bare is ignored: 'h2o' is a built-in policy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import ClassVar
@@ -232,3 +233,33 @@ def test_a_run_refuses_it_before_anything_is_measured(tmp_path, model_dir, text_
     code, out, _ = bench(capsys, *args, "--set", "capacity=16", "--json")
     assert code == 0
     assert len(json.loads(out)) == 2
+
+
+TINY = cache(policy_check._tiny)
+
+
+@pytest.mark.slow("takes seconds")
+@pytest.mark.parametrize("name", default_policies())
+def test_our_policies_pass(name, monkeypatch):
+    """At an odd capacity, or where their defaults don't fit in, at a large one. How fast they are read is not asked here."""
+    monkeypatch.setattr(policy_check, "_tiny", TINY)
+    monkeypatch.setattr(policy_check, "_reading", lambda on: "")
+    findings = policy_check.check(name, capacities=[17]).findings
+    if [f.rule for f in findings] == ["a capacity can serve it"]:
+        findings = policy_check.check(name, capacities=[256]).findings
+    assert [f for f in findings if not f.ok] == []
+
+
+class Greedy(Policy):
+    """Claims to keep the first token, too, but does not."""
+
+    def band(self, capacity):
+        return 1, capacity - 1
+
+    def importance(self, view):
+        return view.position.float()
+
+
+def test_a_band_that_is_not_kept_is_found(monkeypatch):
+    (finding,) = wrong(checked(monkeypatch, Greedy, capacities=[16]))
+    assert finding.problem == "after 17 tokens it keeps [1] where its band says [0] (at capacity 16)"

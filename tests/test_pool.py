@@ -223,3 +223,17 @@ def test_sums_of_pages_are_rounded_once():
     rows.windows[1].mix(weights, into)
     expected = torch.bmm(weights.to(torch.bfloat16).float(), rows.values.float()).to(torch.bfloat16)
     assert (into != expected).float().mean() < 0.02
+
+
+@needs_compiler
+@pytest.mark.parametrize("evict", [1, "prompt", 3])
+def test_kernels_read_on_after_a_prompt_that_decided_budgets(evict):
+    model, tokens = model_of("llama"), tokens_of(100)
+    reads = [
+        CachedDecoder(model, CacheConfig(AtPrompt(H2O(4)), 14, evict=evict), method=method) for method in (BY_KERNEL, PLAIN_WALK)
+    ]
+    for read in reads:
+        read.read_prompt(tokens[:, :40], 9, once=True)
+    for token in tokens[:, 40:].split(1, 1):
+        torch.testing.assert_close(*(read(token) for read in reads), atol=CLOSE[torch.float32], rtol=0)
+        assert reads[0].kept() == reads[1].kept()

@@ -18,6 +18,7 @@ from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.selfcheck import check
+from kvbench.harness.pretrain import train
 from kvbench.harness.pretrain.config import PretrainConfig
 from kvbench.harness.pretrain.held_out import attention_to_first
 from kvbench.harness.pretrain.train import new_model, pretrain
@@ -150,3 +151,10 @@ def test_attention_to_the_first_token_is_what_eager_attention_gives():
     expected = torch.stack([x[:, :, 64:, 0].mean((0, 2)) for x in hf(input_ids=tokens, output_attentions=True).attentions])
     torch.testing.assert_close(attention_to_first(hf, tokens), expected, atol=1e-5, rtol=0)
     assert hf.config._attn_implementation == "eager"
+
+
+@pytest.mark.slow("training")
+def test_samples_that_processes_draw_are_the_same(whole, books, tmp_path, monkeypatch):
+    shutil.copy(whole[0].parent / "tokenizer.json", tmp_path)
+    monkeypatch.setattr(train, "_workers", lambda device: 2)
+    assert trained(tmp_path, books)[1] == whole[1]

@@ -247,3 +247,27 @@ def test_a_seed_draws_the_same_answer_alone_and_among_others(policy, evict):
     assert said(many, seeds[::-1], prompts[::-1]) == answers[::-1]
     assert len({tuple(x) for x in answers[:6]}) == 6, "another seed, another answer, to the same prompt, too"
     assert len({len(x) for x in answers}) > 2
+
+
+@pytest.mark.parametrize("prompt", ["stream", "once"])
+def test_bytes_held_are_those_of_the_tokens_that_are_kept(prompt):
+    reader = RequestReader(model_of("llama"), CacheConfig(H2O(), CAPACITY), prompt)
+    reader.loglikelihoods(requests())
+    assert (reader.held_bytes, reader.kv_bytes) == (
+        model_of("llama").kv_bytes(CAPACITY - 1),
+        model_of("llama").kv_bytes(CAPACITY),
+    )
+
+
+def test_what_is_not_finite_is_no_score():
+    model = model_of("llama", torch.float64)
+    head = model.hf.get_output_embeddings().weight
+    kept = head.detach().clone()
+    try:
+        with torch.no_grad():
+            head.fill_(float("nan"))
+        with pytest.raises(ArithmeticError):
+            RequestReader(model, CacheConfig(Dense())).loglikelihoods([([1, 2], [3])])
+    finally:
+        with torch.no_grad():
+            head.copy_(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, in_blocks, model_of, tokens_of
+from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
@@ -130,3 +130,13 @@ def test_latency_times_a_reset_in_every_sitting(tmp_path, monkeypatch):
     assert figures["kv_bytes"] == model_of("llama").kv_bytes(200)
     assert not [flag for flag in figures["flags"] if "bytes" in flag]
     assert figures["largest_ms"] == pytest.approx(np.median(np.load(trace).reshape(2, -1).max(1)), rel=1e-4)
+
+
+ODD = ["gemma2", "gpt_oss", "mistral", "smollm3"]  # softcaps, sink logits, a sliding window of 16, layers without RoPE
+
+
+@pytest.mark.parametrize("family", dict.fromkeys([*FAMILIES, *ODD]))
+def test_it_does_so_in_every_kind_of_family(family):
+    tokens, policy = tokens_of(60), Reset(sinks=2, reread=8)
+    ours = in_blocks(decoder(model_of(family), config_of(policy, 24)), tokens, 13)
+    torch.testing.assert_close(ours, naive(family, tokens, policy, 24), atol=1e-4, rtol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import model_of, nll, tokens_of
+from factories import MODES
 
 from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.decoder import CacheConfig
@@ -104,3 +105,9 @@ def test_a_policy_that_looks_at_keys_has_them_as_they_were_written(policy):
     assert not any(w.slots.keys_rotated for read in reads for w in read.walks)
     torch.testing.assert_close(nll(logits[0], tokens), nll(logits[1], tokens), atol=1e-4, rtol=0)
     assert reads[0].kept() == reads[1].kept()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_an_angle_that_never_changes_is_applied_once(mode):
+    read = CachedDecoder(model_of("llama"), config_of(H2O(), 1, mode))
+    assert [w.slots.keys_rotated for w in read.walks] == [mode == "stream"]

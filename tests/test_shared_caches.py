@@ -18,6 +18,7 @@ from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.selfcheck import check
 from kvbench.harness.models.shape import shape_of
 from kvbench.policies import Policy
 from kvbench.policies.adakv import AdaKV
@@ -313,3 +314,37 @@ def test_reuse_of_something_else_than_k_and_v_is_refused():
     hf.model.layers[1].self_attn.is_kv_shared_layer = True
     with pytest.raises(UnsupportedModelError, match="layer 1 reuses what another layer cached, but its K and V are its own$"):
         adopt(hf)
+
+
+@EVERY
+def test_adopting_finds_which_layers_share_k_and_v(name):
+    model, sources = model_named(name), SOURCES[name]
+    owners = sorted(set(sources))
+    assert [owners[r.cache] for r in model.readers] == sources
+    assert [s.readers for s in model.layers] == [sources.count(owner) for owner in owners]
+    assert check(model) <= 1
+
+
+def test_broken_by_reading_blocks_layer_by_layer_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CachedDecoder, "_reads_at_once", lambda self, tokens, valid: True)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        assert h2o_agrees("cla", (10,))
+
+
+def test_broken_by_a_cache_for_every_layer_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    right = model_named("cla")
+    monkeypatch.setattr(probes, "sources", lambda hf: list(range(4)))
+    model = adopt(right.hf)
+    read = CachedDecoder(model, CacheConfig(H2O(), 9, "stream"))
+    in_blocks(read, tokens_of(40), 10)
+    kept = read.kept()
+    assert kept[0] != kept[1]
+    assert model.kv_bytes(9) == 2 * right.kv_bytes(9)
+
+
+def test_layers_of_equal_weights_do_not_share():
+    hf = tiny_model("llama").double()
+    first, second = (layer.self_attn for layer in hf.model.layers)
+    for name in ("k_proj", "v_proj"):
+        getattr(second, name).weight = getattr(first, name).weight
+    assert not adopt(hf).shares_caches

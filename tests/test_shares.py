@@ -62,3 +62,15 @@ def test_only_streams_tell_policies_apart():
     one_stream = "0" * 20 * 19 + "1" * 20  # 20 right answers more, all of one stream
     assert lost("0" * 400, one_stream, 20) == (0.05, 1.0)
     assert lost("0" * 400, one_stream, 400)[1] < 1e-5
+
+
+def test_a_question_with_a_cache_of_its_own_is_independent():
+    assert answers([quiz("10" * 20, 40)]).ends == wilson(20, 40)
+    assert about_intervals([quiz("10" * 20, 40)]) == "95 % Wilson intervals"
+
+
+def test_records_of_the_same_streams_have_no_more_streams_together():
+    """Every distance asks about the same lines."""
+    found = answers([quiz("10" * 50, 25), quiz("01" * 50, 25)])
+    assert (found.right, found.questions, len(found.streams)) == (100, 200, 25)
+    assert answers([quiz("10" * 50, 10), quiz("01" * 50, 10)]).ends is None

@@ -137,3 +137,22 @@ def test_a_prompt_cut_at_its_end_is_scored_as_if_what_went_were_masked(tmp_path)
 def at(lists: ListBackend, step: int) -> ListBackend:
     lists.step = step
     return lists
+
+
+def test_strides_begin_after_the_prompt(tmp_path):
+    text = text_of(200, 1)
+    sparse, nll = measured(text, RecomputeWindow(), tmp_path, streams=4, stride=7, prompt=20)
+    full, _ = measured(text, H2O(), tmp_path, streams=4, stride=7, prompt=20)
+    assert np.flatnonzero(np.isfinite(nll)).tolist() == [1 + 50 * b + t for b in range(4) for t in range(20, 50, 7)]
+    assert full["on_stride"]["tokens"] == sparse["blocks"]["tokens"]
+
+
+def test_bytes_held_are_those_of_the_tokens_and_bytes_allocated_those_of_the_slots(tmp_path):
+    text, per_token = text_of(200, 1), model_of("llama").kv_bytes(0)
+    for policy, evict, held, slots in [(H2O(), 1, 12, 13), (H2O(), 5, 12 + (200 - 12) % 5, 17), (RecomputeWindow(), 1, 0, 0)]:
+        metrics, _ = measured(text, policy, tmp_path, evict=evict)
+        assert (metrics["kv_held_bytes"], metrics["kv_bytes"]) == (held * per_token, slots * per_token), (policy, evict)
+    grown, _ = measured(text, H2O(), tmp_path, evict="prompt", prompt=40)
+    assert grown["kv_held_bytes"] == (12 + 200 - 41) * per_token <= grown["kv_bytes"]
+    dense, _ = measured(text, Dense(), tmp_path)
+    assert dense["kv_held_bytes"] == 200 * per_token < dense["kv_bytes"] == 256 * per_token

@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 import os
 import resource
+import signal
 
 import pytest
 from conftest import bench_in, bench_process
 from factories import record
-from fire import MUST_NOT_BE, SUITE, fire
+from fire import APART, MUST_NOT_BE, SUITE, fire
 
-from kvbench.harness.records import LOCK, RecordStore, newest
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.records import LOCK, RecordStore, from_the_future, newest
 from kvbench.harness.report.verify import problems
 
 pytestmark = pytest.mark.slow("processes of bench")
@@ -80,3 +82,22 @@ def test_a_clock_that_goes_backwards_does_not_hide_the_newer_record(tmp_path):
     store.write(new)
     assert newest(store.read_all()[0]) == [new]
     assert store.stamp(record(key="c" * 64), NOW + datetime.timedelta(days=1)) == "2026-01-02T12:00:00+00:00"
+
+
+def test_subprocesses_end_with_a_run_that_is_killed():
+    """Subprocesses of memory cells end after any signal, and so do cells that are measured together."""
+    seen = fire(4, most=5.0, suite=APART.replace("[8, 9]", "8"), signals=(signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+    assert seen["subprocesses when killed"] > 0
+    assert not any(seen[name] for name in MUST_NOT_BE), seen
+
+
+def test_a_record_from_the_future_is_told_before_anything_is_measured(tmp_path, suite):
+    store, ahead = RecordStore(tmp_path), record(status="failed", error={"kind": "E", "message": ""}, metrics={})
+    ahead.finished = "2031-01-01T00:00:00+00:00"
+    store.write(ahead)
+    with pytest.raises(UserError, match="is this machine.s clock right"):
+        store.stamp(record(key="b" * 64), NOW)
+    assert from_the_future([ahead, record()], NOW) == [ahead]
+    done = bench_in("leaderboard", "--results", tmp_path, "--out", "-", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "1 records have a time in the future" in done.stderr

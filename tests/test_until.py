@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvbench.harness.report.pairing import common_tokens, on_common, paired, per
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions, schema
-from kvbench.harness.tasks.task import Job
+from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.window import Window
 
@@ -208,3 +209,30 @@ def test_looks_are_verified_from_the_traces_and_the_reference(short_blocks, tmp_
     value = json.loads(store.path(record).read_text())
     value["metrics"]["tokens_read"] -= 1
     assert problems(type(record).from_json(value), folder) != []
+
+
+def test_looks_are_at_doubling_lengths_from_the_shortest_that_has_an_interval_to_the_limit():
+    assert look_lengths(TOKENS, CAPACITY) == LOOKS
+    assert look_lengths(100_000, 128) == [50_000, 100_000]
+    assert look_lengths(100_000, 1_024) == [50_000, 100_000]
+    assert look_lengths(100_000, 1_500) == [100_000]
+    assert look_lengths(1_000, 128) == [1_000]
+    assert interval(np.zeros(2000) + DRAW.normal(size=2000), np.full(2000, 32.0), 32, 128).low is not None
+
+
+def test_dense_is_no_reference_past_the_training_length(tmp_path):
+    with pytest.raises(MeasurementError, match="trend past its training length of 512"):
+        measured(WORSE, options_of(0.1, "dense"), tmp_path, training_length=512)
+
+
+def test_a_look_is_verified_where_the_last_text_has_no_scored_token(tmp_path, monkeypatch):
+    texts = (("empty", 1), ("a", 1), ("b", 90_001), ("one token, off the stride", TOKENS))
+    monkeypatch.setitem(globals(), "TEXT", replace(TEXT, starts=texts))
+    options = options_of(1e-9, stride=4)
+    reference, _ = measured(BASE, options, tmp_path, RecomputeWindow())
+    (tmp_path / f"{reference.stem}.json").write_text(json.dumps(reference.as_json()))
+    made, _ = measured(WORSE, options, tmp_path, RecomputeWindow(), reference)
+    made.cell = made.cell.model_copy(update={"policy": "recompute_window"})
+    figures = Perplexity.from_trace(made, tmp_path / "window.nll.npy")
+    assert made.metrics.texts.tokens[::3] == [0, 0]
+    assert figures["looks"] == made.metrics.looks.model_dump()

@@ -7,6 +7,8 @@ import re
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from factories import cell_record, edit
 from tokenizers import Tokenizer
@@ -14,10 +16,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data import pg19, tables
+from kvbench.harness.core.intervals import MIN_BLOCKS
+from kvbench.harness.data import arc, pg19, tables
+from kvbench.harness.data.files import SPLITS
 from kvbench.harness.data.stream import Text, opening, stream
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records.aggregates import nll_figures
+from kvbench.harness.records.metrics import StrideBlocks
+from kvbench.harness.report.pairing import units
 from kvbench.harness.report.verify import problems
 from kvbench.harness.suite.text import Source
 
@@ -127,3 +133,50 @@ def test_a_stream_opens_with_what_the_tokenizer_itself_puts_before_a_text(before
     assert tokenizer.convert_ids_to_tokens(opening(tokenizer)) == before
     made = stream([Text("a", "some text")], "here", tokenizer, 9)
     assert (made.prefix, len(made.ids)) == (len(before), len(before) + 9)
+
+
+def test_texts_without_scored_tokens_are_no_units_of_an_interval():
+    """The first text that is scored is the one in which the caches fill."""
+    counts = [0, 7, 0, *range(1, MIN_BLOCKS + 1)]
+    texts = {"nll_sum": [2.0 * n for n in counts], "tokens": counts}
+    blocks = StrideBlocks.model_validate({"nll_sum": [1.0], "tokens": [1], "size": 32, "texts": texts})
+    assert units(blocks, 8, None, 0).tokens.tolist() == list(range(1, MIN_BLOCKS + 1))
+
+
+def test_untitled_rows_have_titles_of_their_own(tmp_path):
+    pq.write_table(pa.table({"title": ["Emma", None], "text": ["a", "b"]}), tmp_path / "named.parquet")
+    pq.write_table(pa.table({"text": ["c", "d", ""]}), tmp_path / "plain.parquet")
+    titles = [book.title for book in pg19.books("test", tmp_path)[1]]
+    assert titles == ["Emma", "named 2", "plain 1", "plain 2", "plain 3"]
+
+
+def test_texts_beside_parquet_are_left_out_aloud(tmp_path, capsys):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "A.PARQUET")
+    (tmp_path / "b.txt").write_text("b")
+    assert [book.text for book in pg19.books("test", tmp_path)[1]] == ["a"]
+    assert "b.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("paths", "read"),
+    [
+        (["latest.jsonl", "contest.jsonl"], ["contest", "latest"]),
+        (["ARC-Easy/test-0.jsonl", "ARC-Easy/train-0.jsonl", "ARC-Challenge/test-0.jsonl"], ["ARC-Easy/test-0"]),
+        (["arc-easy_test.jsonl", "arc-challenge_test.jsonl"], ["arc-easy_test"]),
+        (["no-ARC-Easyness/test.jsonl", "b/train.jsonl"], ["no-ARC-Easyness/test"]),
+    ],
+    ids=["no split", "the hub's folders", "one folder", "a folder that only resembles a subset"],
+)
+def test_a_subset_is_a_whole_name_inside_the_users_folder(paths, read, tmp_path):
+    folder = tmp_path / "ARC-Challenge train"
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).touch()
+    chosen = tables.files(folder, (arc.SUBSETS, "ARC-Easy"), (SPLITS, "test"))
+    assert [str(path.relative_to(folder).with_suffix("")) for path in chosen] == read
+
+
+def test_ascii_in_utf16_without_a_mark_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("plain".encode("utf-16-le"))
+    with pytest.raises(UserError, match="byte 0x00 at offset 1"):
+        list(pg19.books("test", tmp_path)[1])

@@ -122,3 +122,9 @@ def test_pages_go_from_a_coded_cache():
     reads = [CachedDecoder(model, config) for _ in range(2)]
     torch.testing.assert_close(*(in_blocks(read, tokens_of(60), size) for read, size in zip(reads, (1, 7), strict=True)))
     assert reads[0].kv_bytes == model.kv_bytes(16 + 7, 1, config.kv)
+
+
+@pytest.mark.parametrize("name", HEADS_DIFFER)
+def test_heads_that_hold_different_numbers_of_tokens_are_refused(name, policies):
+    with pytest.raises(ValueError, match="whole pages go from heads that keep as many"):
+        CachedDecoder(model_of("llama"), CacheConfig(policies[name], 12, evict=Pages(4)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +12,7 @@ from conftest import bench
 from factories import edit
 from test_closing import answered, measured
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.report.which import which
 from kvbench.harness.run import which as choosing
@@ -156,3 +157,53 @@ def test_where_none_leads_everywhere_each_has_its_own():
     assert which([*text, *questions], "m", 8).sentence == (
         "m, 8 tokens: no policy leads in everything. Leaders at 95 % confidence: text: h2o; StreamEval, seen: window."
     )
+
+
+CORE = {"dense", "sink_window", "random", "h2o"}
+
+
+def test_the_most_telling_cells_come_first_and_latency_last(cells):
+    assert {cell.name for cell in cells[:4]} == CORE
+    assert cells[0].name == "dense"
+    assert {(cell.task.name, cell.evict, cell.task.prompt) for cell in cells[:4]} == {("perplexity", 1, None)}
+    latency = [cell.task.name == "latency" for cell in cells]
+    assert latency == sorted(latency)
+    assert any(latency)
+
+
+def test_no_policy_is_measured_where_dense_did_not_fit(cells):
+    """Loading counts for the first cell, dense's: a later one alone would fit, but has nothing to be compared with."""
+    seconds = Scripted(0.02).estimates(cells[:1])[0].seconds
+    done, deadline = run(cells, Scripted(0.02, load_seconds=seconds), 1.5 * seconds)
+    assert not [cell for cell in done if cell.task.name == "perplexity" and cell.task.prompt is None]
+    assert deadline.notes
+
+
+def test_what_can_not_be_answered_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--budget 480: builtin:recall was trained on 528 tokens, .*; give at most 464"):
+        suite_for(replace(WISH, budget=480), Scripted(1e-3), 600.0)
+    (tmp_path / "short.txt").write_text("A short text.\n" * 10)
+    with pytest.raises(UserError, match=r"leave out --data"):
+        suite_for(replace(WISH, data=str(tmp_path)), Scripted(1e-3), 600.0)
+
+
+@pytest.mark.slow("measures suites")
+@pytest.mark.filterwarnings("ignore")
+def test_what_dense_can_not_answer_is_left_out(small, tmp_path, capsys, monkeypatch):
+    """Then no policy is measured with it, and a sentence says so."""
+    monkeypatch.setattr(choosing, "FLOOR", 1.1)
+    command = ["which", "builtin:recall", "--budget", 96, "--minutes", 10, "--results", tmp_path, "--device", "cpu"]
+    code, out, err = bench(capsys, *command)
+    assert code == 0
+    for kind in ("once", "needle"):
+        assert f"Dense answers 100 % of kvbench_{kind} right, so its answers say little about policies: left out." in err
+    asked = {file.name.partition("-")[0] for file in tmp_path.rglob("*.samples.jsonl*")}
+    assert asked == {"dense"}
+    assert "once" not in out.splitlines()[0]
+
+
+def test_without_intervals_nothing_is_claimed():
+    short = [measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))]
+    assert "no policy is better" not in which(short, "m", 8).sentence
+    few = [edit(record, cell={"task": record.cell.as_json()["task"] | {"streams": 3}}) for record in short]
+    assert "3 streams: too short for an interval" in which(few, "m", 8).sentence
