@@ -1,4 +1,4 @@
-"""Reference pages from the code: commands, suite options, suites and policies. cog puts them into the pages: `make picture`."""
+"""Reference pages from the code: commands, options and policies. cog puts them into the pages: `make picture`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import dataclasses
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 from pydantic import BaseModel
 
 from kvbench.harness.cli import cli
@@ -18,8 +16,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.policies import Policy
 
-ROOT = Path(__file__).parents[1]
-_EXAMPLES = 3  # of a command, at most
+_EXAMPLES = 1  # of a command, at most
 
 
 def commands() -> str:
@@ -43,14 +40,24 @@ def _command(path: tuple[str, ...], command: click.Command, known: set[tuple[str
     context = click.Context(command, info_name=" ".join(("bench", *path)))
     text, _, examples = (command.help or "").partition("\b\n")
     arguments = " ".join(command.collect_usage_pieces(context)).replace("[OPTIONS]", "").strip()
-    lines = [f"### bench {' '.join(path)}", "", " ".join(text.split()), ""]
+    lines = [f"### bench {' '.join(path)}", "", " ".join(text.split("\n\n")[0].split()), ""]
     shown = examples.strip() or f"bench {' '.join(path)} {arguments}"
     lines += ["```", *(line.strip() for line in shown.splitlines()[:_EXAMPLES]), "```", ""]
     records = [option.get_help_record(context) for option in command.params if isinstance(option, click.Option)]
     new = [record for record in records if record and record not in known]
     known.update(new)
-    options = [f"- `{names}`: {' '.join(about.split())}" for names, about in new]
+    options = [f"- `{_option(names)}`: {_without_range(' '.join(about.split()))}" for names, about in new]
     return [*lines, *options, ""] if options else lines
+
+
+def _option(names: str) -> str:
+    """Shorten the type of an option."""
+    return names.replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X").replace("INTEGER", "N")
+
+
+def _without_range(about: str) -> str:
+    """Leave out the range of a number: `[default: 8; x>=1]` becomes `[default: 8]`."""
+    return re.sub(r" \[[^]:]*<?>?=[^]:]*\]", "", re.sub(r"; [^];]*x[^];]*\]", "]", about))
 
 
 def suite() -> str:
@@ -60,27 +67,26 @@ def suite() -> str:
 
 
 def tasks() -> str:
-    """Return the options of each task."""
-    return "\n".join(f"### `{name}`\n\n{_fields(task.options)}\n" for name, task in _tasks().items())
+    """Return the options of each task; one that an earlier task describes in the same words is only named."""
+    known: set[str] = set()
+    return "\n".join(
+        f"### `{name}`\n\n{_fields(task.options, known)}\n" for name, task in sorted(plugins.working_tasks().items())
+    )
 
 
-def _tasks() -> dict[str, Any]:
-    return {name: plugins.working_tasks()[name] for name in sorted(plugins.working_tasks())}
-
-
-def _fields(model: type[BaseModel]) -> str:
-    return "\n".join(_field(name, field) for name, field in model.model_fields.items() if name != "name" and field.description)
+def _fields(model: type[BaseModel], known: set[str] | None = None) -> str:
+    """Return a line for each field, and one that names the fields whose line is known."""
+    lines = [_field(name, field) for name, field in model.model_fields.items() if name != "name"]
+    seen = [line for line in lines if known and line in known]
+    if known is not None:
+        known.update(lines)
+    names = ", ".join(line.split(":")[0].removeprefix("- ") for line in seen)
+    return "\n".join([*(line for line in lines if line not in seen), *([f"- as above: {names}"] if seen else [])])
 
 
 def _field(name: str, field: Any) -> str:
     default = "" if field.is_required() or field.default is None else f" ({_default(field.default)})"
-    return f"- `{name}`{default}: {field.description}"
-
-
-def suites() -> str:
-    """Return a line for each shipped suite: its name and description."""
-    files = sorted((ROOT / "suites").glob("*.yaml"))
-    return "\n".join(f"- `{file.stem}`: {yaml.safe_load(file.read_text(encoding='utf-8'))['description']}" for file in files)
+    return f"- `{name}`{default}" + (f": {field.description}" if field.description else "")
 
 
 def policies() -> str:
@@ -97,7 +103,11 @@ def _policy(name: str, kind: type[Policy]) -> str:
     lines = [keeps]
     fields = ", ".join(_parameter(field) for field in dataclasses.fields(kind) if field.name != "sha256")
     lines += [f"Parameters: {fields}."] if fields else []
-    lines += [f"Source: {_sentence(source)} [Code](../policies/{kind.__module__.rsplit('.', 1)[-1]}.py)"] if source else []
+    lines += (
+        [f"Source: {_sentence(source).split('; ')[0].rstrip('.')}. [Code](../policies/{kind.__module__.rsplit('.', 1)[-1]}.py)"]
+        if source
+        else []
+    )
     lines += [f"Differs: {_sentence(differs)}"] if differs else []
     return f"### `{name}`\n\n" + "  \n".join(lines) + "\n"
 
@@ -117,8 +127,8 @@ def _default(value: Any) -> str:
 
 def _sentence(text: str) -> str:
     """Return the first sentence; dots of abbreviations and numbers do not end one."""
-    return re.split(r"(?<=[a-z0-9)`'\"]\.) (?=[A-Z`])", text)[0].rstrip(";")
+    return re.split(r"(?<=[a-z0-9)`'\"]\.) (?=[A-Z`])", text)[0]
 
 
 if __name__ == "__main__":
-    print({name: len(globals()[name]().split()) for name in ("commands", "suite", "tasks", "suites", "policies")})
+    print({name: len(globals()[name]().split()) for name in ("commands", "suite", "tasks", "policies")})

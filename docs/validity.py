@@ -37,11 +37,9 @@ that a [published table](https://github.com/kv-bench/kv-bench/blob/main/docs/dat
 order, 0 none in common, -1 the reverse. Not shown is not refuted: few policies have been published by several, under the same
 parameters.
 
-- **Which tables count**: tables with three policies in common, where our scores differ by more than the choice of questions
-  explains (Friedman's test, 5 %).
-- **A figure** is the mean over the tables of a paper, then over papers. Intervals (95 %, bootstrap) draw papers and our scores
-  anew.
-- **p** is the chance that scores given by lot agree as much, after Holm's correction over this page.
+A table counts for a task if both have three policies in common and our scores differ by more than the choice of questions
+explains (Friedman's test, 5 %). Tau is the mean over the tables of a paper, then over papers, with 95 % intervals (bootstrap);
+p is the chance that scores given by lot agree as much, after Holm's correction over this page.
 
 """
 _MATCHING = "A record stands for a published rule only if every parameter is the same."
@@ -253,21 +251,9 @@ def _numbers(tasks: Sequence[Comparison]) -> str:
 
 def _matched(sources: Sequence[Source], ours: Sequence[Ours]) -> str:
     """Which records stand for which rules."""
-    absent = [
-        f"{source.name}: `{_written(rule)}`"
-        for source in sources
-        for rule in source.policies.values()
-        if all(task.index(rule) is None for task in ours)
-    ]
-    named = f"No record has those of {'; '.join(dict.fromkeys(absent))}, which are left out." if absent else "Each has one."
-    return f"{_MATCHING} {named}"
-
-
-def _written(rule: Any) -> str:
-    """A rule as a suite writes it."""
-    if isinstance(rule, Mapping):
-        return "{" + ", ".join(f"{key}: {_written(value)}" for key, value in rule.items()) + "}"
-    return str(rule)
+    rules = [rule for source in sources for rule in source.policies.values()]
+    absent = {str(rule) for rule in rules if all(task.index(rule) is None for task in ours)}
+    return f"{_MATCHING} {len(absent)} published rules have no record." if absent else _MATCHING
 
 
 def _by_task(tasks: Sequence[Comparison]) -> list[str]:
