@@ -101,12 +101,12 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
             continue
         sinks = {row["first"] > EPSILON for row in mine}
         here = "seeds differ" if len(sinks) > 1 else "stays" if True in sinks else "goes"
-        agrees = "yes" if here == said else "**no**"
-        digits = {"first": 2, "copied": 2, "loss": 3}
+        here = here if here == said else f"**{here}**"
+        digits = {"first": 2, "loss": 3}
         figures = [mean_and_range(mine, figure, count) for figure, count in digits.items()]
-        cells.append([f"`{name}`", *figures, f"{said} ({who})", here, agrees])
-    head = ["recipe", "attention to the first token", "copies right", "loss, nats", "the sink, published", "here", "as published"]
-    return table(head, cells, "l" + "r" * 3 + "lll")
+        cells.append([f"`{name}`", *figures, f"{said} ({who})", here])
+    head = ["recipe", "attention to the first token", "loss, nats", "the sink, published", "here"]
+    return table(head, cells, "lrrll")
 
 
 def main(arguments: list[str]) -> None:

@@ -28,7 +28,7 @@ RESULTS = HERE.parent / "leaderboard" / "results"
 SUITES = ("zoo", "recall")
 POSITIONS = ("stream", "cache")  # best first: published codes that cut a prompt leave its keys at their positions in the stream
 FEWEST = 3  # policies in common
-_QUESTIONS = {"unseen": "The question is not seen when the cache is cut", "seen": "The question is seen"}
+_QUESTIONS = ("unseen", "seen")  # by the policy, when the cache is cut
 _TITLE = """# Does a small model rank policies as a large one does?
 """
 _ABOUT = """
@@ -222,8 +222,7 @@ def page(sources: Sequence[Source], ours: Sequence[Ours]) -> str:
     """Return the page."""
     found = compared(sources, ours)
     lines = [_TITLE, _verdict(found), _ABOUT + _matched(sources, ours)]
-    for question, words in _QUESTIONS.items():
-        lines += [f"\n## {words}\n", *_by_task(found[question])]
+    lines += ["", *_by_task(found)]
     if model_sizes.FILE.exists():
         lines += model_sizes.section(model_sizes.Answers())
     return "\n".join(lines) + "\n"
@@ -256,19 +255,19 @@ def _matched(sources: Sequence[Source], ours: Sequence[Ours]) -> str:
     return f"{_MATCHING} {len(absent)} published rules have no record." if absent else _MATCHING
 
 
-def _by_task(tasks: Sequence[Comparison]) -> list[str]:
-    """All tables at once, best task first; tasks for which no table counts are named."""
-    rows = []
-    for one in tasks:
-        if a := one.agreement:
-            share = f"{a.tables} of {len(one.tables)}"
-            rows.append([one.ours.model, one.ours.task, share, _figure(a.tau, a.tau_interval), f"{one.p:.3f}"])
-    noise = [f"{one.ours.model}'s `{one.ours.task}`" for one in tasks if one.tables and not one.agreement]
-    words = f"Our scores differ by no more than noise in every table: {', '.join(noise)}." if noise else ""
-    if not rows:
-        return [words or "No task of ours has three policies in common with these tables."]
-    head = ["model", "task", "tables that count", "Kendall's tau", "p, corrected"]
-    return [*([words, ""] if words else []), *table(head, rows, "llrrr")]
+def _by_task(found: Mapping[str, Sequence[Comparison]]) -> list[str]:
+    """Return a row for each task, most alike first, and for each question tau and corrected p; "-" where no table counts."""
+    by_task = {question: {(c.ours.model, c.ours.task): c for c in tasks} for question, tasks in found.items()}
+    rows = [
+        [model, task, *(_words(by_task[question].get((model, task))) for question in found)]
+        for model, task in dict.fromkeys(key for tasks in by_task.values() for key in tasks)
+    ]
+    return table(["model", "task", *(f"question {question}: tau; p" for question in found)], rows, "ll" + "r" * len(found))
+
+
+def _words(one: Comparison | None) -> str:
+    a = one.agreement if one else None
+    return f"{_figure(a.tau, a.tau_interval)}; {one.p:.2f}" if one and a else "-"
 
 
 def _figure(value: float, interval: tuple[float, float]) -> str:
