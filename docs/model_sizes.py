@@ -23,7 +23,6 @@ from rank_agreement import Scores, Values, differ, drawn, tau
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import QuestionMetrics
-from kvbench.harness.report.markdown import table
 
 FILE = Path(__file__).parent / "data" / "sizes.jsonl"
 MODES = ("stream", "cache")
@@ -35,9 +34,7 @@ _TITLE = """
 _ABOUT = """
 
 The suite `sizes` asks {models} models of {sizes} sizes, trained by one recipe, what {policies} rules of kvpress' leaderboard
-still know of a prompt of which they keep a quarter to a half. The table has Kendall's tau between the orders of two models,
-with 95 % intervals over the choice of questions. *Other questions* is one model against itself on other questions; *other
-seed* is the same size trained again, the ceiling for what another size can share.
+still know of a prompt of which they keep a quarter to a half.
 """
 _LEARNT = 0.75  # of the questions, answered by dense: of models below it an order says little about policies
 
@@ -136,9 +133,7 @@ def alike(pairs: Sequence[tuple[Scores, Scores]]) -> Values | None:
 def section(answers: Answers) -> list[str]:
     """The section of docs/validity.md."""
     sizes = {model.parameters for model in answers.models}
-    about = _verdict(answers) + _ABOUT.format(models=len(answers.models), sizes=len(sizes), policies=len(answers.rules))
-    rows = [[name, *(_words(kind(question, MODES[0])) for question in QUESTIONS)] for name, kind in _kinds(answers).items()]
-    return [about, *table(["between", *(f"{question}, `{MODES[0]}`" for question in QUESTIONS)], rows, "lrr")]
+    return [_verdict(answers) + _ABOUT.format(models=len(answers.models), sizes=len(sizes), policies=len(answers.rules))]
 
 
 def _verdict(answers: Answers) -> str:
@@ -168,16 +163,11 @@ def _kinds(answers: Answers, of: Sequence[Model] | None = None) -> dict[str, Any
             for a, b in pairs for task in answers.tasks
         ])  # fmt: skip
 
-    def other_questions(question: str, mode: str) -> Values | None:
-        halves = (slice(0, None, 2), slice(1, None, 2))
-        each = [[answers.scores(m.name, task, question, mode, half) for half in halves] for m in models for task in answers.tasks]
-        return alike([(one, other) for one, other in each])
-
     def kind(pairs: Sequence[tuple[Model, Model]]) -> Any:
         return lambda question, mode: between(pairs, question, mode)
 
     pairs = list(combinations(models, 2))
-    kinds: dict[str, Any] = {"other questions": other_questions}
+    kinds: dict[str, Any] = {}
     same = [(a, b) for a, b in pairs if a.parameters == b.parameters]
     for size in sorted({a.parameters for a, _ in same}):
         kinds[f"other seed, {size / 1e6:.2f} million"] = kind([(a, b) for a, b in same if a.parameters == size])
@@ -185,13 +175,6 @@ def _kinds(answers: Answers, of: Sequence[Model] | None = None) -> dict[str, Any
         name = f"{small / 1e6:.2f} and {large / 1e6:.2f} million"
         kinds[name] = kind([(a, b) for a, b in pairs if {a.parameters, b.parameters} == {small, large}])
     return kinds
-
-
-def _words(draws: Values | None) -> str:
-    if draws is None:
-        return "–"
-    low, high = np.nanpercentile(draws[1:], [2.5, 97.5])
-    return f"{draws[0]:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def main() -> Iterator[tuple[str, Path, Path]]:

@@ -17,6 +17,8 @@ from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.policies import Policy
 
 _EXAMPLES = 1  # of a command, at most
+_ALIKE = ("--data", "--device", "--dry-run", "--dtype", "--fresh", "--json", "--model", "--threads")  # described once
+_ALIKE_FIELDS = ("context", "data_seed", "sample_seed", "side_by_side", "split")  # of tasks, described once
 
 
 def commands() -> str:
@@ -44,8 +46,13 @@ def _command(path: tuple[str, ...], command: click.Command, known: set[tuple[str
     shown = examples.strip() or f"bench {' '.join(path)} {arguments}"
     lines += ["```", *(line.strip() for line in shown.splitlines()[:_EXAMPLES]), "```", ""]
     records = [option.get_help_record(context) for option in command.params if isinstance(option, click.Option)]
-    new = [record for record in records if record and record not in known]
-    known.update(new)
+    keys = {
+        (record[0].split()[0].split(",")[0], "") if record[0].startswith(_ALIKE) else record: record
+        for record in records
+        if record
+    }
+    new = [record for key, record in keys.items() if key not in known]
+    known.update(keys)
     options = [f"- `{_option(names)}`: {_without_range(' '.join(about.split()))}" for names, about in new]
     return [*lines, *options, ""] if options else lines
 
@@ -77,11 +84,16 @@ def tasks() -> str:
 def _fields(model: type[BaseModel], known: set[str] | None = None) -> str:
     """Return a line for each field, and one that names the fields whose line is known."""
     lines = [_field(name, field) for name, field in model.model_fields.items() if name != "name"]
-    seen = [line for line in lines if known and line in known]
+    keys = {name if (name := _name(line)) in _ALIKE_FIELDS else line: line for line in lines}
+    seen = [line for key, line in keys.items() if known and key in known]
     if known is not None:
-        known.update(lines)
+        known.update(keys)
     names = ", ".join(line.split(":")[0].removeprefix("- ") for line in seen)
     return "\n".join([*(line for line in lines if line not in seen), *([f"- as above: {names}"] if seen else [])])
+
+
+def _name(line: str) -> str:
+    return line.split("`")[1]
 
 
 def _field(name: str, field: Any) -> str:
