@@ -29,10 +29,13 @@ MAY_IMPORT = {
     "report": "core records",
     "lm_eval": "core data engine models policies rules suite",
     "tasks": "core data engine lm_eval models policies records report",
-    "run": "core engine kernels kvbench models policies records report rules suite tasks",
+    "run": "core engine kvbench models policies records report rules suite tasks",
     "pretrain": "core data engine models suite",
-    "cli": "core data engine kernels kvbench lm_eval models policies pretrain records report run suite",
+    "cli": "core data engine kvbench lm_eval models policies pretrain records report run suite",
 }
+
+
+INTERFACE = ROOT / "harness/engine/kernel_interface.py"  # the only importer of the kernels, which stand below the engine
 
 
 @cache
@@ -76,12 +79,19 @@ def test_every_file_imports_what_its_package_may():
             assert not imports(path), path
             continue
         assert inside, f"{path.name} belongs in a package"
-        calls_kernels = {"kernels"} if package == "engine" else set()  # which need its slots
-        assert packages_imported(path) <= {package, *MAY_IMPORT[package].split(), *calls_kernels}, path
+        allowed = {package, *MAY_IMPORT[package].split()}
+        assert packages_imported(path) <= (allowed | {"kernels"} if path == INTERFACE else allowed), path
         assert not {m for m in imports(path) if m.split(".")[0] in ("harness", "policies", "tests")}, path
-        if package == "kernels":  # called by the walk, so they may import little of the engine
-            of_engine = {m.split(".")[3] for m in imports(path) if m.startswith("kvbench.harness.engine.")}
-            assert of_engine <= {"slots", "rows", "rotary", "method", "attention"}, path
+
+
+def test_the_engine_calls_at_most_six_functions_of_the_kernels():
+    """One module of the engine imports the package, and nothing of what is in it."""
+    assert {m for m in imports(INTERFACE) if package_of(m) == "kernels"} == {"kvbench.harness.kernels"}
+    tree = ast.parse((ROOT / "harness/kernels/__init__.py").read_text())
+    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert len(public) <= 6
+    attributes = (node for node in ast.walk(ast.parse(INTERFACE.read_text())) if isinstance(node, ast.Attribute))
+    assert {x.attr for x in attributes if isinstance(x.value, ast.Name) and x.value.id == "package"} == public
 
 
 def test_the_table_of_imports_has_every_package_and_points_upward():

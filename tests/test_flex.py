@@ -9,6 +9,7 @@ from kvbench.harness.engine import banded
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.banded import Sinks
 from kvbench.harness.kernels import flex
+from kvbench.harness.kernels.flex_blocks import banded_by_flex
 
 TERMS = Terms(0.25)
 
@@ -48,7 +49,7 @@ def test_padding_changes_nothing(monkeypatch, padded):
     padding = 51 if padded else 0
     if padded:
         keys, values = (torch.cat([x, torch.full((2, 2, padding, 16), 1e3)], 2) for x in (keys, values))
-    out = banded.banded(query, keys, values, 60, None, TERMS, 0, padding, by_flex=True)
+    out = banded_by_flex(query, keys, values, 60, None, TERMS, 0, padding)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
@@ -74,6 +75,6 @@ def test_scores_of_sinks_are_not_rounded_to_16_bits(dtype):
     assert 15 < far[..., 10:, :].mean() < 25
     share = torch.cat([log_sum.double()[..., None], far], -1).softmax(-1)
     expected = share[..., :1] * near.double() + share[..., 1:] @ values.double()[:, :, None]
-    out = banded._merged(near, log_sum, Sinks(query, keys, values), outside, Terms(scaling))
+    out = banded.merged(near, log_sum, Sinks(query, keys, values), outside, Terms(scaling))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-3)

@@ -11,12 +11,12 @@ from conftest import DEVICE, model_of, tokens_of
 
 from kvbench.harness.engine.attention import RotaryFunctions, contiguous, unchanged
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.kernel_interface import FusedStepError
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.kernels import fused
-from kvbench.harness.kernels.fused import FusedStepError
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

@@ -15,12 +15,12 @@ from conftest import DEVICE, model_of
 from factories import needs_compiler, needs_triton
 from test_fastcheck import Graph, OnCuda
 
-from kvbench.harness.engine import banded, closed_form, comparison, fastcheck, shortcuts, trial
+from kvbench.harness.engine import closed_form, comparison, fastcheck, shortcuts, trial
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.runs import RunReader
-from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, rope
+from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, flex_blocks, rope
 from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
@@ -83,8 +83,8 @@ def without_sinks(plain, near, *args):
 
 
 FLEX_BREAKS = {
-    "zeros for attention": (banded, "flex", zeros),
-    "a window that is one short": (banded, "flex", narrower),
+    "zeros for attention": (flex_blocks, "flex", zeros),
+    "a window that is one short": (flex_blocks, "flex", narrower),
     "a rotation off by one": (rope, "rotate_into", one_too_far),
     "no sinks": (rope, "merge", without_sinks),
 }
@@ -112,11 +112,7 @@ def test_flex_attention_and_the_kernels_around_it(monkeypatch, flexible, name):
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_blocks_that_flex_attention_leaves_to_plain_code(monkeypatch, flexible):
     """They are read in the check, too: FlexAttention is not used beside a closed form that is wrong."""
-
-    def wrong(plain, *args, by_flex=False, **more):
-        return (1 if by_flex else 1.01) * plain(*args, by_flex=by_flex, **more)
-
-    wrapped(monkeypatch, closed_form, "banded", wrong)
+    wrapped(monkeypatch, closed_form, "banded", lambda banded, *args: 1.01 * banded(*args))
     found = fast_method(model_of("llama"), STREAMING)
     assert is_refused(found, "FlexAttention", "flex")
     assert is_refused(found, "closed form", "closed_form")

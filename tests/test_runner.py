@@ -11,6 +11,7 @@ import torch
 from conftest import bench
 
 from kvbench.harness.core.errors import UserError, failure, ran_out_of_memory
+from kvbench.harness.kernels import captured
 from kvbench.harness.run import apart, machine, request
 from kvbench.harness.run.messages import GroupAnswer, RunOrder
 from kvbench.harness.run.request import RunRequest
@@ -174,7 +175,7 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
     def fails(attempts, *rest):
         here.append(len(attempts))
         seconds = run_task(attempts, *rest)
-        monkeypatch.setattr(machine.PROCESS, "failed", "the capture was invalidated")
+        monkeypatch.setattr(captured.PROCESS, "failed", "the capture was invalidated")
         return seconds
 
     monkeypatch.setattr(machine, "_run_task", fails)
@@ -200,7 +201,7 @@ def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatc
         worker = Worker(RunOrder.from_json(order.to_json()), [].__getitem__, progress, tmp_path / "scratch", own_process=True)
         return GroupAnswer.from_json(worker.measure(range(len(order.cells)), references).to_json())
 
-    monkeypatch.setattr(machine.PROCESS, "failed", "the capture was invalidated")
+    monkeypatch.setattr(captured.PROCESS, "failed", "the capture was invalidated")
     monkeypatch.setattr(apart, "measure", in_child)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)

@@ -100,10 +100,10 @@ def _memory() -> str:
 
 
 def _compiler() -> str:
-    from kvbench.harness.kernels.compiler import why_not
+    from kvbench.harness.engine.kernel_interface import why_not_compiled
     from kvbench.policies.h2o import H2O
 
-    return f"can't compile H2O's walk: {reason}" if (reason := why_not(H2O().bind(8))) else "builds kernels for this CPU"
+    return f"can't compile H2O's walk: {reason}" if (reason := why_not_compiled(H2O().bind(8))) else "builds kernels for this CPU"
 
 
 def _speed() -> str:

@@ -94,7 +94,7 @@ def _with_defaults(policy: type[Policy]) -> Policy | None:
 
 def _blocks(policy_class: type[Policy]) -> str:
     """How blocks of tokens are read under a policy with its defaults, on a CPU."""
-    from kvbench.harness.kernels.compiler import why_not
+    from kvbench.harness.engine.kernel_interface import why_not_compiled
     from kvbench.policies.reset import Reset
 
     if not policy_class.caches:
@@ -113,7 +113,7 @@ def _blocks(policy_class: type[Policy]) -> str:
             continue
         if policy.band(capacity) is not None:
             return "closed form"
-        reason = why_not(policy)
+        reason = why_not_compiled(policy)
         return f"walk ({reason})" if reason else "compiled walk"
     return "depends on its parameters"
 

@@ -3,7 +3,7 @@
 This is the closed form of the walk, for policies whose kept tokens are known in advance. A key in the window is at its true
 distance from the query, and a sink is where the position mode puts it. So the queries are rotated twice, and the two parts of
 the softmax are merged by their log-sum-exp. The score matrix of a whole block is never in memory: on CPUs PyTorch's fused
-kernel takes some queries at a time; on CUDA FlexAttention takes the whole block and skips masked tiles (`flex.py`).
+kernel takes some queries at a time; on CUDA FlexAttention takes the whole block (`kernels/flex_blocks.py`).
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the block, L keys, E sinks, D head dim.
 """
@@ -17,17 +17,8 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, weights
-from kvbench.harness.kernels import rope
-from kvbench.harness.kernels.flex import flex
 
 _MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
-
-
-class Rope(NamedTuple):
-    """RoPE that a kernel still has to apply to a query."""
-
-    factors: Tensor | None  # [T, P] complex; None without RoPE
-    halves: int  # how its dims are paired, as in `rope.rotate_into`
 
 
 class Sinks(NamedTuple):
@@ -36,12 +27,10 @@ class Sinks(NamedTuple):
     query: Tensor  # the block's queries, rotated for the distance to the sinks. [B, H, G, T, D]
     keys: Tensor  # rotated. [B, H, E, D]
     values: Tensor  # [B, H, E, Dv]
-    rope: Rope | None = None  # of `query`, if that is as the model made it
 
 
 def banded(
-    query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int, padding: int = 0,
-    by_flex: bool = False,
+    query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int
 ) -> Tensor:  # fmt: skip
     """Attention of each query to itself, to the `window` tokens before it, and to the sinks before those.
 
@@ -53,22 +42,13 @@ def banded(
         sinks: the tokens at positions 0, 1, ...; None if there are none.
         terms: a sliding window in them is ignored.
         first: position of the first key.
-        padding: keys at the end that stand for no token; 0 unless FlexAttention takes them.
-        by_flex: the window by FlexAttention, which must support it (`can_be_flex`).
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
-    tokens, before = query.shape[3], keys.shape[2] - padding - query.shape[3]
+    tokens, before = query.shape[3], keys.shape[2] - query.shape[3]
     start = first + before - window  # of the first query's window
-    if by_flex:
-        near, log_sum = flex(query, keys, values, padding, window, terms)
-        if sinks is None:
-            return near
-        if sinks.rope is not None:
-            return rope.merge(near, log_sum, sinks.query, *sinks.rope, sinks.keys, sinks.values, start, terms.scaling)
-        return _merged(near, log_sum, sinks, _outside(sinks, tokens, start), terms)
-    outside = None if sinks is None else _outside(sinks, tokens, start)
+    outside = None if sinks is None else outside_windows(sinks, tokens, start)
     rows = min(max(_MIN_CHUNK, window), _MAX_CHUNK)
     fused = _can_be_fused(query, values, terms)
     out, log_sums = [], []
@@ -90,7 +70,7 @@ def banded(
             )  # fmt: skip
         out.append(near)
     near = torch.cat(out, 3)
-    return near if sinks is None or outside is None or not fused else _merged(near, torch.cat(log_sums, 3), sinks, outside, terms)
+    return near if sinks is None or outside is None or not fused else merged(near, torch.cat(log_sums, 3), sinks, outside, terms)
 
 
 @lru_cache(maxsize=16)
@@ -139,13 +119,12 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Ter
     return out.unflatten(2, shape), log_sum.unflatten(2, shape)
 
 
-def _merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
+def merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
     """Merge the window's attention with the sinks' into one softmax, in float32 or wider.
 
     Args:
         near: [B, H, G, T, Dv].
         log_sum: [B, H, G, T], float32 or wider.
-        sinks: without `rope`.
         outside: sinks before a query's window. [T, E] bool.
 
     Returns:
@@ -163,14 +142,14 @@ def _merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms:
 
 
 def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
-    """`_merged` in one dtype."""
+    """`merged` in one dtype."""
     keys, values = sinks.keys[:, :, None].mT * terms.scaling, sinks.values[:, :, None]
     far = (sinks.query @ keys).masked_fill(~outside, -torch.inf)
     share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # of the whole window, then of every sink
     return share[..., :1] * near + share[..., 1:] @ values
 
 
-def _outside(sinks: Sinks, tokens: int, start: int) -> Tensor:
+def outside_windows(sinks: Sinks, tokens: int, start: int) -> Tensor:
     """Sinks that queries see apart from their windows, the first of which begins at `start`. [T, E] bool."""
     windows = torch.arange(start, start + tokens, device=sinks.keys.device)
     return torch.arange(sinks.keys.shape[2], device=sinks.keys.device) < windows[:, None]

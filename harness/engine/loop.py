@@ -22,6 +22,7 @@ from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.budgets import Layout, Table, static_table
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.foreign import ForeignDecoder
+from kvbench.harness.engine.kernel_interface import StepGraphs, step_graphs
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.plan import Block
@@ -33,7 +34,6 @@ from kvbench.harness.engine.reset import ResetDecoder, between_resets
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.kernels.captured import StepGraphs
 
 
 def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> Decoder:
@@ -145,7 +145,7 @@ class CachedDecoder:
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._max_seen = 0  # bounds it for every stream
         self._fused = method.fused
-        self.graphs = StepGraphs() if method.captured and model.device.type == "cuda" and model.may_capture else None
+        self.graphs = step_graphs() if method.captured and model.device.type == "cuda" and model.may_capture else None
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
         self.walks: list[Walk] = []
         self.shares: list[list[Share]] = []

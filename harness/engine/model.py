@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine import probes
 from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, answered_by, forward
+from kvbench.harness.engine.kernel_interface import FusedStepError, fused_logits
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.variants.base import Variant
-from kvbench.harness.kernels.fused import FusedStepError, fused_logits
 
 
 class UnsupportedModelError(ValueError):

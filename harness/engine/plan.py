@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.held import Held
+from kvbench.harness.engine.kernel_interface import StepKernel, WalkKernel
 from kvbench.harness.engine.rotary import QueryFactors
 from kvbench.harness.engine.rows import Rows
-from kvbench.harness.kernels.choose import StepKernel, WalkKernel
 from kvbench.policies import Seen
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.held import Held, writes
+from kvbench.harness.engine.kernel_interface import Kernels, StepKernel
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs
 from kvbench.harness.engine.rotary import Placement, rotate
 from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels.choose import Kernels, StepKernel
 from kvbench.policies import Statistic
 
 _MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies

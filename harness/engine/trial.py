@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.engine.closed_form import TILE
 from kvbench.harness.engine.comparison import (
     LayerInputs,
     ReferenceComparison,
@@ -28,7 +29,6 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels.flex import TILE
 
 _ATTEMPTS = 3  # with other tokens, where a head holds other tokens than the plain walk's
 _EVICTING_TOKENS = 8  # of the block in which a cache gets full

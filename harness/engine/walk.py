@@ -27,13 +27,13 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.closed_form import ClosedForm, closed_form
 from kvbench.harness.engine.held import writes
+from kvbench.harness.engine.kernel_interface import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
 from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels.choose import Kernels, kernels_for
 from kvbench.policies import PositionMode, Seen
 
 _MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
@@ -364,8 +364,8 @@ class Walk:
     @property
     def may_flex(self) -> bool:
         """Whether blocks of whole tiles may be computed by FlexAttention."""
-        form, slots = self._shortcuts.form, self.slots
-        return form is not None and form.may_flex(slots.shape, slots.dtype, slots.device)
+        form = self._shortcuts.form
+        return form is not None and form.may_flex
 
     @property
     def is_compiled(self) -> bool:

@@ -1,1 +1,89 @@
-"""Kernels: faster versions of the plain walk. Each is optional, and compared with the plain code in tests and at run time."""
+"""Kernels in C, Triton and CUDA, CUDA graphs, and the tracer that turns a policy into kernel code.
+
+The engine works without this package. It calls these six functions, and only through `engine/kernel_interface.py`. Modules are
+imported when they are needed, so that a CPU never imports Triton, and `bench list` no model.
+
+Axis letters: B streams, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvbench.harness.engine.closed_form import ClosedForm
+    from kvbench.harness.engine.kernel_interface import Kernels, StepGraphs
+    from kvbench.harness.engine.slots import Slots
+    from kvbench.policies import Policy, PositionMode
+
+
+def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False) -> Kernels:
+    """Return the kernels for the layers of one `Slots` under their policy: C on CPUs, Triton on CUDA.
+
+    Args:
+        mode: where RoPE puts a cached token.
+        limit: largest distance in mode `clamped`, in tokens.
+        longest: bound of the angles; the number of slots when None.
+        in_graphs: let the kernel that walks blocks replay its launches as CUDA graphs.
+
+    Returns:
+        Kernels with the reasons for those that are None. No failure to trace or build is raised.
+    """
+    from kvbench.harness.kernels import choose
+
+    return choose.kernels_for(slots, mode, limit, longest, in_graphs)
+
+
+def flex_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> ClosedForm:
+    """Return a closed form that computes blocks by FlexAttention on CUDA, and others by PyTorch code.
+
+    Args:
+        mode: where RoPE puts a cached token.
+        limit: largest distance in mode `clamped`, in tokens.
+        rope_length: bounds the positions that RoPE is asked for.
+        band: tokens kept: the number of sinks, and of the newest. They sum to the capacity.
+    """
+    from kvbench.harness.kernels.flex_blocks import FlexForm
+
+    return FlexForm(slots, mode, limit, rope_length, band)
+
+
+def step_graphs() -> StepGraphs:
+    """Return the captured steps of a new decoder, of which there are none yet. Nothing is raised if a capture fails later."""
+    from kvbench.harness.kernels.captured import StepGraphs
+
+    return StepGraphs()
+
+
+def capture_failure() -> str:
+    """Return the message of the first CUDA graph capture that failed in this process; empty if none did."""
+    from kvbench.harness.kernels.captured import PROCESS
+
+    return PROCESS.failed
+
+
+def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Compute logits of single tokens at position 0 by compiled code; the first call for a number of streams compiles.
+
+    Args:
+        tokens: [B, 1] int64.
+
+    Returns:
+        [B, 1, V], the model's dtype.
+
+    Raises:
+        FusedStepError: the model can't be compiled as a whole.
+    """
+    from kvbench.harness.kernels import fused
+
+    return fused.fused_logits(hf, tokens)
+
+
+def why_not_compiled(policy: Policy) -> str:
+    """Return why a bound policy has no compiled walk on this CPU, such as a missing compiler; empty if it has one."""
+    from kvbench.harness.kernels import compiler
+
+    return compiler.why_not(policy)

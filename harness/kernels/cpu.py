@@ -80,16 +80,7 @@ class StepKernel:
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
     ) -> Tensor:
-        """Read a token of each stream in one layer. Its rank and position are already in its slot.
-
-        Args:
-            query: unrotated, in the model's order of dims. [B, H * G, 1, D].
-            key: unrotated, in the model's order of dims. [B, H, 1, D].
-            value: [B, H, 1, E].
-            mass: written: the softmax weights; None if they are not needed. [N, G, S].
-
-        Returns:
-            [B, H * G, 1, E].
+        """Read a token of each stream in one layer. Arguments and result: those of `kernel_interface.StepKernel`.
 
         Raises:
             MemoryError: there is no scratch memory.
@@ -146,13 +137,7 @@ class ReleaseKernel:
         return built_of(slots.policy, "release.c", "release")
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
-        """Update the statistics and choose the next token's slot.
-
-        Args:
-            slots: the first values of the token's statistics are already in its slot.
-            mass: softmax weights, if a statistic sees them. [R, G, S].
-            step: of the token. [R] int64.
-            full: every stream holds `capacity + every` tokens and evicts `every` of them; if False, none does.
+        """Update the statistics and choose the next token's slot. Arguments: those of `kernel_interface.ReleaseKernel`.
 
         Raises:
             MemoryError: there is no scratch memory.

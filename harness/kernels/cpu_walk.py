@@ -111,21 +111,7 @@ class WalkKernel:
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
         ordered: bool, seen: int, written: FirstValues | None = None,
     ) -> Tensor:  # fmt: skip
-        """Walk a block of streams of equal length.
-
-        Args:
-            layer: its index in the model.
-            query: rotated and scaled, paired dims side by side; or if the kernel `rotates`,
-                as the model made it. [B, H, G, T, D].
-            keys: unrotated, in the same order of dims. [B, H, T, D].
-            values: [B, H, T, Dv].
-            scaling: of the scores, if the kernel `rotates`.
-            ordered: the slots hold their tokens oldest first.
-            seen: tokens before the block.
-            written: the first values of statistics that compute them. [N, T, *k] each.
-
-        Returns:
-            [B, H, G, T, Dv], dtype of the values.
+        """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`.
 
         Raises:
             MemoryError: there is no scratch memory.

@@ -118,7 +118,7 @@ class StepKernel:
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
     ) -> Tensor:
-        """Read a token of each stream in one layer. Arguments and result are those of the CPU kernel."""
+        """Read a token of each stream in one layer. Arguments and result: those of `kernel_interface.StepKernel`."""
         shape, size = slots.shape, len(rows.rank)
         out = query.new_empty(*query.shape[:3], shape.value_dim)
         q, k, v = (x.contiguous() for x in (query, key, value))
@@ -144,7 +144,7 @@ class ReleaseKernel:
         return cls(traced(slots.policy, TRITON)) if fits else None
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
-        """Update the statistics and choose the next token's slot. The arguments are those of the CPU kernel."""
+        """Update the statistics and choose the next token's slot. Arguments: those of `kernel_interface.ReleaseKernel`."""
         self.launcher(slots, rows, mass, slots.layer_index)(full)
 
     def launcher(
@@ -274,7 +274,7 @@ class WalkKernel:
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
         ordered: bool, seen: int, written: FirstValues | None = None,
     ) -> Tensor:  # fmt: skip
-        """Walk a block of streams of equal length. Arguments and result are those of the CPU kernel."""
+        """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`."""
         tokens = keys.shape[2]
         first = first_values(rows, written, tokens)
         if self._buffers is None or not self._buffers.fit(query):

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.closed_form import TILE
 
 _DEVICES = {"cuda"}
 _MIN_DIM, _MAX_DIM = 16, 256  # of a head: inductor refuses fewer, and has no configuration for more
 _MAX_SHAPES = 1024  # compiled in one process
-TILE = 128  # queries and keys
 
 
 def can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.harness.engine.kernel_interface import FusedStepError
+
 _BACKEND = "inductor"
 _MOST_COMPILATIONS = 64  # of models and numbers of streams in one process, after which a step is refused
-
-
-class FusedStepError(RuntimeError):
-    """This model's step can't be compiled; the message says why."""
 
 
 def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:

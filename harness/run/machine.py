@@ -22,9 +22,9 @@ from kvbench.harness.core.files import new_partial
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import floor_of, static_table
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.kernel_interface import capture_failure
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
-from kvbench.harness.kernels.captured import PROCESS
 from kvbench.harness.models.hub import is_random
 from kvbench.harness.models.load import load_model
 from kvbench.harness.records import Record, RecordStore
@@ -72,7 +72,7 @@ class Machine:
             UserError: the model can't be driven exactly, a cache doesn't fit, or the folder can't be written to.
         """
         options, folder = self._options, self._folder
-        if not self._own_process and (PROCESS.failed or _plainly(group[0], options)):
+        if not self._own_process and (capture_failure() or _plainly(group[0], options)):
             self._measure_apart(group, references, watcher, done)
             return
         attempts = [
@@ -103,7 +103,7 @@ class Machine:
 
     def _measure_apart(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
         """Measure the cells of a group in a process of its own, with the facts that it notes there."""
-        if PROCESS.failed:
+        if capture_failure():
             self.close()
         started = time.perf_counter()
         try:
