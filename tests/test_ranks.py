@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.harness.report.ranks import Comparison, corrected, holm, places, sign_test
+from kvbench.harness.report.ranks import Comparison, corrected, holm, ranks, sign_test
 
 pytestmark = pytest.mark.fast
 
@@ -39,8 +39,8 @@ def separated(count, pairs):
     def comparison(change, p):
         return Comparison(-change, p, lambda k: (-1.0, 1.0) if p * k > 0.05 else (0.5, 1.0) if change < 0 else (-1.0, -0.5))
 
-    found = places(range(count), corrected({pair: comparison(*known) for pair, known in pairs.items()}))
-    return [found[i].rank for i in range(count)]
+    found = ranks(range(count), corrected({pair: comparison(*known) for pair, known in pairs.items()}))
+    return [found[i] for i in range(count)]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "sharing tokens"])

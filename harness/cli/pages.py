@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 STDOUT = "-"
+_DATA_MARK = 'kvbench("'
 _PAGE_MARKS = (  # a page of ours begins with one of these; older pages have only the title
     "\nWritten by `bench leaderboard` from ",
     '<meta name="generator" content="KV Bench">',
     "<title>KV Bench leaderboard</title>",
     '{"feed": "kv-bench"',
+    _DATA_MARK,
 )
 _BEGINNING_CHARACTERS = 1000  # of a page, in which to look for a mark
 
@@ -38,11 +40,13 @@ class _Pages:
 
     Attributes:
         pages: text by path, or `STDOUT`.
+        data: text by path, of the scripts that the page loads.
         drawings: SVG by file name, by the folder of the page.
         figures: one per question, for files of their own.
     """
 
     pages: dict[str, str]
+    data: dict[Path, str]
     drawings: dict[Path, dict[str, str]]
     figures: list[Chart]
 
@@ -63,9 +67,9 @@ class _Pages:
 def leaderboard(results: str, out: str | None, paper: str | None, site: str, figures: str | None, form: str | None) -> None:
     """Write the pages of a folder of records.
 
-    These are the leaderboard, a page that compares the records with published figures, `index.html`, which answers questions and
-    compares policies, `feed.json`, its data, and `charts/`, the pictures. Records that are not correct (bench records verify) are
-    left out, and the exit code is 1.
+    These are the leaderboard, a page that compares the records with published figures, `index.html`, which answers questions,
+    `page/`, the data of suites that `index.html` has no room for, `feed.json`, all data, and `charts/`, the pictures. Records
+    that are not correct (bench records verify) are left out, and the exit code is 1.
 
     \b
     bench leaderboard
@@ -74,6 +78,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
     bench leaderboard --figures figures --format svg
     """
     from kvbench.harness.report import chart, losses
+    from kvbench.harness.report import site as site_page
 
     if form and not figures:
         raise UserError("--format: give --figures, too")
@@ -89,6 +94,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
         )
     if len(broken) == len(records):
         raise UserError(f"{results}: no page written, because rendering failed for every record there")
+    _write_data(output.data, Path(targets["site"][1]).with_name(site_page.FOLDER) if "site" in targets else None)
     shown = {folder: _drawings_shown(output.pages, folder) for folder in output.drawings}  # in the pages that are replaced
     for folder, drawings in output.drawings.items():
         writable(folder)
@@ -204,21 +210,36 @@ def _rendered(
     """Render all pages and their drawings. paths: of the records' files, by `id`. address: of the site, for links."""
     from kvbench.harness.report import chart, feed, losses, paper, sections, site
     from kvbench.harness.report import leaderboard as board
-    from kvbench.harness.report.feed.question import questions
+    from kvbench.harness.report.site.maps import maps
 
-    asked = questions(records)
-    made = feed.of_questions(asked)
+    made = feed.feed(records)
     unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in made["questions"]})
     render = {"leaderboard": lambda: board.render(made, unasked, address), "paper": lambda: paper.render(records)}
     rendered = {name: render[name]() for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
+    data: dict[Path, str] = {}
     if "site" in targets:
-        pages |= {targets["site"][1]: site.render(records, paths, made, asked), targets["feed"][1]: feed.text(made)}
+        html, scripts = site.render(made, maps(records, paths))
+        pages |= {targets["site"][1]: html, targets["feed"][1]: feed.text(made)}
+        data = {Path(targets["site"][1]).with_name(site.FOLDER) / name: text for name, text in scripts.items()}
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:
             drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.draw(page.charts))
-    return _Pages(pages, drawings, losses.charts(made))
+    return _Pages(pages, data, drawings, losses.charts(made))
+
+
+def _write_data(data: Mapping[Path, str], folder: Path | None) -> None:
+    """Write the scripts of a page to its folder, and delete those of ours there that the page does not load any more."""
+    for path in data:
+        _refuse_foreign_file(str(path), "--out")
+    for path, text in data.items():
+        writable(path.parent)
+        with atomic_write(path) as file:
+            file.write(text)
+    for path in folder.glob("*.js") if folder else ():
+        if path not in data and _beginning(path).startswith(_DATA_MARK):
+            path.unlink()
 
 
 def _drawings_shown(pages: Mapping[str, str], folder: Path) -> set[str]:

@@ -185,21 +185,11 @@ def sign_test(above: int, below: int) -> float:
     return min(1.0, 2 * sum(math.comb(above + below, k) for k in range(min(above, below) + 1)) / 2 ** (above + below))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a policy stands among others.
-
-    Attributes:
-        rank: (best, worst) possible; None if it is comparable with no other.
-        beats: numbers of those that it is better than.
-    """
-
-    rank: tuple[int, int] | None
-    beats: Sequence[int] = ()
+Rank = tuple[int, int]  # the best and the worst possible place
 
 
-def places(rivals: Collection[int], changes: Mapping[Pair, Change]) -> dict[int, Place]:
-    """The place of each of these policies among them.
+def ranks(rivals: Collection[int], changes: Mapping[Pair, Change]) -> dict[int, Rank | None]:
+    """Return the rank of each of these policies among them; None if it is comparable with no other.
 
     A rival that is not comparable may be better or worse, so it widens the rank.
 
@@ -209,11 +199,7 @@ def places(rivals: Collection[int], changes: Mapping[Pair, Change]) -> dict[int,
     """
     among = set(rivals)
     known = {pair: change for pair, change in changes.items() if change.low is not None and among.issuperset(pair)}
-    better = sorted(pair[:: change.sign] for pair, change in known.items() if change.sign)
-    beats = {rival: [worse for other, worse in better if other == rival] for rival in rivals}
-    beaten = Counter(worse for _, worse in better)
+    better = [pair[:: change.sign] for pair, change in known.items() if change.sign]
+    beats, beaten = Counter(one for one, _ in better), Counter(worse for _, worse in better)
     compared = set(itertools.chain.from_iterable(known))
-    return {
-        rival: Place((1 + beaten[rival], len(rivals) - len(beats[rival])) if rival in compared else None, beats[rival])
-        for rival in rivals
-    }
+    return {rival: (1 + beaten[rival], len(rivals) - beats[rival]) if rival in compared else None for rival in rivals}

@@ -5,6 +5,7 @@ The page, the top of the Markdown page and `feed.json` all show this object, so 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -15,38 +16,37 @@ from kvbench.harness.records import Record
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import equal_bytes, words
 from kvbench.harness.report.feed.question import Question, loss, questions, reference
-from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, perplexity, row_id, row_json
-from kvbench.harness.report.feed.words import finding, size
+from kvbench.harness.report.feed.row import Placed, cell_json, dense_bytes, figure, perplexity, provenance_json, row_id, row_json
+from kvbench.harness.report.feed.words import finding, origin, size
 from kvbench.harness.report.markdown import model_name
-from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row, short_names
+from kvbench.harness.report.sections import groups
 
-VERSION = 2  # raised when a reader of the version before would misread the feed
-_LISTS = ("questions", "equal_bytes", "provenance")
+VERSION = 3  # raised when a reader of the version before would misread the feed
+_LISTS = ("questions", "equal_bytes", "cells")
 NAME = "kv-bench"  # its first field, by which a file is recognised
 
 
 def feed(records: Iterable[Record]) -> dict[str, Any]:
-    """Return the feed of records of all suites and models: plain JSON."""
-    return of_questions(questions(records))
-
-
-def of_questions(asked: Iterable[Question]) -> dict[str, Any]:
-    """Return the feed of questions."""
-    provenance, asked = Provenance(), list(asked)
-    answered = [_question(question, provenance) for question in asked]
-    measured = [cell["measured"] for q in answered for row in _all_rows(q) for cell in row["cells"]]
+    """Return the feed of records of all suites and models: plain JSON, with the newest record of each cell."""
+    records = list(records)
+    asked = questions(records)
+    answered, shown = [_question(question) for question in asked], list(itertools.chain.from_iterable(groups(records)))
+    cells = [cell_json(record) for record in shown]
+    policies = sorted({row["policy"] for question in answered for row in rows_of(question)})
     made: dict[str, Any] = make_visible({
-        "feed": NAME, "version": VERSION, "measured": max(measured, default=""),
+        "feed": NAME, "version": VERSION, "measured": max((cell["measured"] for cell in cells), default=""),
         "default": default(answered, [token_numbers(question) for question in asked]),
+        "papers": {name: {"paper": whose.paper, "arxiv": whose.arxiv} for name in policies if (whose := origin(name)).paper},
         "questions": answered, "equal_bytes": [equal_bytes.as_json(found) for found in equal_bytes.together(asked)],
-        "provenance": provenance.distinct,
+        "cells": cells,
+        "provenance": {cell["provenance"]: provenance_json(record) for cell, record in zip(cells, shown, strict=True)},
     })  # fmt: skip
     return made
 
 
 def text(made: dict[str, Any]) -> str:
-    """The content of `feed.json`: one line a question, so that changes are readable."""
+    """The content of `feed.json`: one line a question or cell, so that changes are readable."""
     head = {name: value for name, value in made.items() if name not in _LISTS}
     lists = [
         f'"{name}": [\n' + ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in made[name]) + "\n]"
@@ -87,16 +87,17 @@ def token_numbers(question: Question) -> int:
     return sum(shape.layers * shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
 
 
-def _all_rows(question: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(question: dict[str, Any]) -> list[dict[str, Any]]:
+    """All rows of a question of the feed, references first."""
     return [*question["references"], *(row for budget in question["budgets"] for row in budget["rows"])]
 
 
-def _question(question: Question, provenance: Provenance) -> dict[str, Any]:
+def _question(question: Question) -> dict[str, Any]:
     """A question with its budgets and references."""
     cell = question.first.cell
     names = {row_id(row): name for row, name in zip(question.rows, short_names(question.rows), strict=True)}
     whole, measured = dense_bytes(question)
-    references = [Placed(r, names[row_id(r)], Place(None), loss(question, r, question.dense)) for r in question.references]
+    references = [Placed(r, names[row_id(r)], None, loss(question, r, question.dense)) for r in question.references]
     heading = f"{model_name(question.first)}, {words.subject(question)}"
     return {
         "id": words.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
@@ -104,31 +105,34 @@ def _question(question: Question, provenance: Provenance) -> dict[str, Any]:
         "about": words.about(question),
         "subject": words.subject(question), "evict": words.evicting(question.evicts), "measure": question.measure,
         "dense_bytes": whole, "dense_measured": measured,
-        "references": [row_json(question, placed, names, provenance) for placed in references],
-        "budgets": [_budget(question, capacity, names, heading, provenance) for capacity in question.capacities],
+        "references": [row_json(question, placed, names) for placed in references],
+        "budgets": [_budget(question, capacity, names, heading) for capacity in question.capacities],
     }  # fmt: skip
 
 
-def _budget(
-    question: Question, capacity: int | None, names: dict[str, str], heading: str, provenance: Provenance
-) -> dict[str, Any]:
+def _budget(question: Question, capacity: int | None, names: dict[str, str], heading: str) -> dict[str, Any]:
     """All policies of a capacity, the best first."""
     rows, base = question.at(capacity), reference(question, capacity)
-    places, alone = question.places(capacity), Place(None)
-    placed = [
-        Placed(row, names[row_id(row)], places.get(question.numbers[id(row)], alone), loss(question, row, base)) for row in rows
-    ]
-    placed.sort(key=lambda p: _order(question, p.row, p.place.rank))
+    ranks = question.ranks(capacity)
+    placed = [Placed(row, names[row_id(row)], ranks.get(question.numbers[id(row)]), loss(question, row, base)) for row in rows]
+    placed.sort(key=lambda p: _order(question, p.row, p.rank))
     whole, _ = dense_bytes(question)
     most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
-    shown = [row_json(question, p, names, provenance) for p in placed]
+    shown = [row_json(question, p, names) for p in placed]
     found = finding(shown, question.measure)
     return {
         "capacity": capacity, "kv_bytes": most, "kv_share": figure(most / whole) if most and whole else None,
         "references": {row_id(row): figure(perplexity(question, row, capacity)) for row in question.references},
-        "reference": None if base is None else row_id(base), "rows": shown, "finding": found,
+        "reference": None if base is None else row_id(base), "rows": shown,
+        "pairs": [_pair(question, one.row, other.row) for one, other in itertools.combinations(placed, 2)], "finding": found,
         "answer": f"At {size(capacity)}, {heading}: {found}",
     }  # fmt: skip
+
+
+def _pair(question: Question, one: Row, other: Row) -> list[float] | None:
+    """[value, low, high] of what the other loses; only the value if there is no interval, and None if the two can't be paired."""
+    change = question.change(other, one)
+    return None if change is None else [float(f"{x:.4g}") for x in (change.value, change.low, change.high) if x is not None]
 
 
 def _order(question: Question, row: Row, rank: tuple[int, int] | None) -> tuple[float, float, float]:

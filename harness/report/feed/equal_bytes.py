@@ -15,7 +15,7 @@ from kvbench.harness.report.feed.question import Question, loss_of
 from kvbench.harness.report.feed.row import answers_json, figure, loss_json, perplexity, row_id
 from kvbench.harness.report.feed.words import finding
 from kvbench.harness.report.markdown import model_name
-from kvbench.harness.report.ranks import Place, corrected, places
+from kvbench.harness.report.ranks import Rank, corrected, ranks
 from kvbench.harness.report.rows import Row
 
 SHARES = tuple(Fraction(1, 2**halvings) for halvings in range(1, 6))  # of the bytes that dense holds in the model's dtype
@@ -105,8 +105,8 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
 def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """All policies and formats of a size, the best first."""
     question, ids = formats.whole, list(kept)
-    found = _places(question, list(kept.values()))
-    shown = [rows[at] | {"rank": place.rank and list(place.rank)} for at, place in zip(ids, found, strict=True)]
+    found = _ranks(question, list(kept.values()))
+    shown = [rows[at] | {"rank": rank and list(rank)} for at, rank in zip(ids, found, strict=True)]
     shown.sort(
         key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]], formats.largest) or 0.0)
     )
@@ -119,11 +119,11 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
     }  # fmt: skip
 
 
-def _places(question: Question, rows: Sequence[Row]) -> list[Place]:
-    """The places of rows among each other, corrected for the number of pairs."""
+def _ranks(question: Question, rows: Sequence[Row]) -> list[Rank | None]:
+    """The ranks of rows among each other, corrected for the number of pairs."""
     pairs = itertools.combinations(range(len(rows)), 2)
     compared = {(i, j): found for i, j in pairs if (found := question.comparison(rows[i], rows[j])) is not None}
-    return list(places(range(len(rows)), corrected(compared)).values())
+    return list(ranks(range(len(rows)), corrected(compared)).values())
 
 
 def _alike(row: Row) -> list[object]:

@@ -16,7 +16,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.compare import MARGINS
 from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, past_training
-from kvbench.harness.report.ranks import Change, Comparison, Pair, Place, answer_comparison, corrected, nll_comparison, places
+from kvbench.harness.report.ranks import Change, Comparison, Pair, Rank, answer_comparison, corrected, nll_comparison, ranks
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
 from kvbench.harness.report.task import Verdict, judge_interval, task_of
@@ -171,29 +171,25 @@ class Question:
 
     @cached_property
     def changes(self) -> dict[Pair, Change]:
-        """What the second of each comparable pair of rows loses to the first, by their numbers, the first one smaller.
+        """What the second of two caches of a capacity loses to the first, by their numbers, the first one smaller.
 
-        Intervals among the caches of a capacity are corrected for the number of pairs. Any other pair is a comparison of its own.
+        Pairs that can't be compared are left out. Intervals are corrected for the number of pairs of the capacity.
         """
-        found = {}
-        for pair in itertools.combinations(range(len(self.rows)), 2):
-            comparison = self.comparison(*(self.rows[place] for place in pair))
-            if comparison is not None:
-                found[pair] = comparison
         changes: dict[Pair, Change] = {}
         for capacity in self.capacities:
-            rivals = {self.numbers[id(row)] for row in self.at(capacity)}
-            changes |= corrected({pair: comparison for pair, comparison in found.items() if rivals.issuperset(pair)})
-        return {pair: changes.get(pair) or comparison.among() for pair, comparison in found.items()}
+            rivals = itertools.combinations([self.numbers[id(row)] for row in self.at(capacity)], 2)
+            compared = {pair: found for pair in rivals if (found := self.comparison(*(self.rows[place] for place in pair)))}
+            changes |= corrected(compared)
+        return changes
 
     @cached_property
     def numbers(self) -> dict[int, int]:
         """The place of each row among `rows`, by `id`."""
         return {id(row): place for place, row in enumerate(self.rows)}
 
-    def places(self, capacity: int | None) -> dict[int, Place]:
-        """The places of the caches of a capacity that have a figure, by their numbers."""
-        return places([self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None], self.changes)
+    def ranks(self, capacity: int | None) -> dict[int, Rank | None]:
+        """The ranks of the caches of a capacity that have a figure, by their numbers."""
+        return ranks([self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None], self.changes)
 
     def comparison(self, a: Row, b: Row) -> Comparison | None:
         """What b loses to a; None if the two can't be paired."""
@@ -202,10 +198,16 @@ class Question:
         return None if a.perplexity is None or b.perplexity is None else nll_comparison(a.perplexity, b.perplexity)
 
     def change(self, row: Row, base: Row) -> Change | None:
-        """What a row loses to another; None if the two can't be paired."""
-        i, j = self.numbers[id(base)], self.numbers[id(row)]
-        found = self.changes.get((min(i, j), max(i, j)))
-        return found if found is None or i < j else found.reversed()
+        """What a row loses to another; None if the two can't be paired.
+
+        The interval of two caches of one capacity is corrected for the number of pairs; any other is of one comparison.
+        """
+        pair = self.numbers[id(base)], self.numbers[id(row)]
+        first, second = sorted(pair)
+        found = self.changes.get((first, second))
+        if found is None and (compared := self.comparison(self.rows[first], self.rows[second])) is not None:
+            found = compared.among()
+        return found if found is None or pair == (first, second) else found.reversed()
 
     @cached_property
     def common(self) -> Common:

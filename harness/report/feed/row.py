@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import statistics
@@ -18,10 +19,11 @@ from kvbench.harness.report.compare import round_ratios
 from kvbench.harness.report.doubts import faults
 from kvbench.harness.report.feed.question import CONTROL, Loss, Question, is_reference, loss
 from kvbench.harness.report.feed.words import origin, task
-from kvbench.harness.report.markdown import digits
-from kvbench.harness.report.ranks import Place
+from kvbench.harness.report.markdown import title
+from kvbench.harness.report.ranks import Rank
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
+from kvbench.harness.report.task import task_of
 from kvbench.harness.report.verify import kv_bytes
 
 _FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # of texts that a command needs
@@ -34,13 +36,13 @@ class Placed:
     Attributes:
         row: its records.
         name: the shortest name that tells it from the others of its capacity.
-        place: among the caches of its capacity.
+        rank: among the caches of its capacity.
         loss: to the question's reference; None if it can't be paired with it.
     """
 
     row: Row
     name: str
-    place: Place
+    rank: Rank | None
     loss: Loss | None
 
 
@@ -54,33 +56,30 @@ def row_id(row: Row) -> str:
     return row.records[0].cell_id[:8]
 
 
-def row_json(question: Question, placed: Placed, names: dict[str, str], provenance: Provenance) -> dict[str, Any]:
+def row_json(question: Question, placed: Placed, names: dict[str, str]) -> dict[str, Any]:
     """The row as the feed has it.
 
     Args:
         question: that it answers.
         placed: the row.
         names: of all rows of the question, by id.
-        provenance: collects the facts that many rows share.
     """
     row, cell = placed.row, placed.row.cell
-    whose, theirs = origin(cell.policy), row.records[0].facts.code
     dense_loss = None if placed.loss and placed.loss.to is question.dense else loss(question, row, question.dense)
     return {
         "id": row_id(row), "policy": visible(cell.policy), "name": placed.name,
         "kind": "reference" if is_reference(row.records[0]) else "control" if cell.policy == CONTROL else "cache",
-        "capacity": cell.capacity, "rank": None if placed.place.rank is None else list(placed.place.rank),
-        "beats": [row_id(question.rows[worse]) for worse in placed.place.beats],
+        "capacity": cell.capacity, "rank": placed.rank and list(placed.rank),
         "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
         "perplexity": figure(perplexity(question, row)), "stride": row.stride,
         "tokens_read": _tokens_read(row), "answers": answers_json(row),
         "kv_bytes": row.kv_bytes, "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
         "ms": figure(row.step_ms), "times_dense": _times_dense(question, row),
-        "code": visible(theirs or whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
+        "code": visible(row.records[0].facts.code or origin(cell.policy).code), "status": _status(question, row),
         "parameters": {visible(k): v for k, v in cell.settings.items()}, "positions": visible(cell.positions),
         "evict": visible(cell.evicts), "seed": cell.seed,
-        "cells": [_cell(record, provenance, _shown(question, row, record)) for record in row.records],
+        "cells": [record.cell_id[:12] for record in row.records],
     }  # fmt: skip
 
 
@@ -154,44 +153,33 @@ def _status(question: Question, row: Row) -> str:
     return visible("; ".join(faults(row, question.rows))) or "ok"
 
 
-def _shown(question: Question, row: Row, record: Record) -> str:
-    """The main figure of a cell; of a perplexity the row's, and that of all tokens that the record scored if it is another."""
-    of_row, headline = perplexity(question, row) if record is row.perplexity else None, sections.headline(record)
-    shown = headline if of_row is None else f"perplexity {digits(of_row)}"
-    return headline if headline.startswith(shown) else f"{shown} on the tokens that are compared; on all: {headline}"
-
-
-def _cell(record: Record, provenance: Provenance, shown: str) -> dict[str, Any]:
+def cell_json(record: Record) -> dict[str, Any]:
     """A measured cell: its main figure, and the command that measures it again."""
-    folder = _FOLDERS.get(record.cell.options.get("data", ""))
+    cell, shown = record.cell, task_of(record).shown_options
+    folder = _FOLDERS.get(cell.options.get("data", ""))
     texts = "" if folder is None else f" --data {folder}"
-    local = "" if re.search("[/:]", record.cell.model.id) or record.cell.model.id in PACKAGED else " --model FOLDER"
+    local = "" if re.search("[/:]", cell.model.id) or cell.model.id in PACKAGED else " --model FOLDER"
+    options = [f"{k} {cell.options[k]}" for k in (cell.options if shown is None else shown) if k in cell.options and k != "name"]
+    failed = "" if record.status == "ok" else record.error.kind if record.error else "failed"
     return {
-        "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(shown),
-        "status": "ok" if record.status == "ok" else visible(record.error.kind if record.error else "failed"),
+        "cell": record.cell_id[:12], "suite": cell.suite, "suite_version": cell.suite_version, "model": cell.model.id,
+        "policy": title(record), "capacity": cell.capacity, "task": " ".join([cell.task.name, *options]),
+        "figure": sections.headline(record), "status": failed or "; ".join(record.metrics.flags) or "ok",
         "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{texts}{local}",
-        "provenance": provenance.index(record),
+        "provenance": _digest(provenance_json(record)),
     }  # fmt: skip
 
 
-class Provenance:
-    """Facts on how cells were measured. Many cells share them, so the feed has each set of facts once."""
+def provenance_json(record: Record) -> dict[str, Any]:
+    """How a cell was measured. Many cells have this in common."""
+    facts, data = record.facts, record.data
+    return {
+        "device": facts.device, "instructions": facts.instructions, "threads": facts.threads, "platform": facts.platform,
+        "versions": dict(facts.versions), "data": data.source, "text_sha256": data.text_sha256[:12],
+        "ids_sha256": data.ids_sha256[:12], "weights_sha256": facts.weights_sha256[:12],
+        "data_seed": record.cell.options.get("data_seed"), "method": facts.method,
+    }  # fmt: skip
 
-    def __init__(self) -> None:
-        self.distinct: list[dict[str, Any]] = []
-        self._places: dict[str, int] = {}
 
-    def index(self, record: Record) -> int:
-        """Where the facts of a record are."""
-        facts, data = record.facts, record.data
-        entry: dict[str, Any] = {
-            "device": facts.device, "instructions": facts.instructions, "threads": facts.threads, "platform": facts.platform,
-            "versions": dict(facts.versions), "data": data.source, "text_sha256": data.text_sha256[:12],
-            "ids_sha256": data.ids_sha256[:12], "weights_sha256": facts.weights_sha256[:12],
-            "data_seed": record.cell.options.get("data_seed"), "method": facts.method,
-        }  # fmt: skip
-        key = repr(entry)
-        if key not in self._places:
-            self._places[key] = len(self.distinct)
-            self.distinct.append(entry)
-        return self._places[key]
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

@@ -1,54 +1,47 @@
-// What a row opens to: parameters, provenance, every cell with the command that repeats it, and maps.
-import { bytes, el, feed, maps, number } from "./dom.js";
-import { address } from "./state.js";
+// What a row opens to: its difference to each rival, every cell with the command that repeats it, pictures, and provenance.
+import { bytes, el, interval, number, parametersOf, share, signed, table, tokens } from "./dom.js";
 
-const facts = (pairs) => el("dl", {}, ...pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined)
-  .map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", {}, value))));
+const facts = (pairs) => el("dl", {}, pairs.filter(([, value]) => value).map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", {}, value))));
 
-export function details(question, row) {
-  const parameters = Object.entries(row.parameters).filter(([, value]) => value !== null).map(([key, value]) => `${key} ${value}`);
+export function details(data, { question, budget }, row) {
+  const cells = row.cells.map((id) => data.cells.find(({ cell }) => cell === id));
+  const paper = data.papers[row.policy] ?? {}, dense = row.loss_to_dense;
   return el("div", { className: "details" },
     facts([
-      ["Parameters", parameters.join(", ") || "none"], ["Positions", row.positions], ["Evicts", row.evict], ["Seed", String(row.seed)],
-      ["K and V", row.kv_bytes === 0 ? "keeps no cache" : bytes(row.kv_bytes)], ["Source", source(row)], ["Against dense", againstDense(question, row)],
+      ["Parameters", parametersOf(row)], ["Positions", row.positions], ["Evicts", row.evict], ["Seed", String(row.seed)], ["K and V", `${bytes(row.kv_bytes)}${row.kv_share === null ? "" : `, ${share(row.kv_share)} of dense`}`],
+      ["Code", row.code], ["Paper", paper.arxiv ? el("a", { href: `https://arxiv.org/abs/${paper.arxiv}`, textContent: paper.paper.split(";")[0] }) : paper.paper],
+      ["Lost to dense", dense && `${signed(dense.value)} ${interval(dense.low, dense.high)}`],
+      ["Right answers", row.answers.map(({ task, right, questions }) => `${task}: ${right} of ${questions}`).join("; ")],
     ]),
-    el("p", {}, el("a", { href: address({ tab: "compare", a: `${question.id}~${row.id}`, b: rivalOf(question, row) }), textContent: `Compare ${row.name} with another` })),
-    cellTable(row), ...row.cells.flatMap((cell) => (maps[cell.cell] ?? []).map(mapOf)), provenance(row));
+    rivals(question, budget, row),
+    table("Measure it again", ["Command", "Figure", "Task", "Measured"],
+      cells.map((cell) => [el("code", { textContent: cell.command }), cell.status === "ok" ? cell.figure : cell.status, cell.task, cell.measured])),
+    cells.flatMap((cell) => (data.pictures[cell.cell] ?? []).map(mapOf)), provenance(cells.map((cell) => data.provenance[cell.provenance])));
 }
 
-function source(row) {
-  if (!row.arxiv) return row.paper || row.code;
-  return el("span", {}, `${row.code}, after `, el("a", { href: `https://arxiv.org/abs/${row.arxiv}`, textContent: row.paper.split(";")[0] }));
+// What the row loses to each other of its budget, from the intervals that ranks follow from.
+function rivals(question, { capacity, rows, pairs }, row) {
+  const i = rows.indexOf(row), nll = question.measure === "perplexity", percent = (value) => (nll ? 100 * Math.expm1(Math.min(value, 700)) : 100 * value);
+  const lines = rows.flatMap((other, j) => {
+    const pair = i < 0 || i === j ? 0 : pairs[pairIndex(Math.min(i, j), Math.max(i, j), rows.length)];
+    if (!pair) return [];
+    const [value, low, high] = i > j ? pair : [-pair[0], ...pair.slice(1).map((end) => -end).reverse()];
+    const verdict = low === undefined ? "no interval" : low > 0 ? "worse" : high < 0 ? "better" : "can't tell";
+    return [[other.name, signed(percent(value)), low === undefined ? "" : interval(percent(low), percent(high)), el("span", { className: verdict, textContent: verdict })]];
+  });
+  const unit = nll ? "% of perplexity" : "points of right answers";
+  return lines.length ? table(`${row.name} against the others at ${tokens(capacity)}, ${unit} lost`, ["Other", "Lost", "95 % interval", row.name], lines) : null;
 }
 
-function againstDense(question, row) {
-  const dense = row.loss_to_dense, unit = question.measure === "perplexity" ? "% of perplexity" : "points";
-  return dense ? `${number(dense.value, 3)} ${unit}${dense.low === null ? "" : ` [${number(dense.low, 3)}, ${number(dense.high, 3)}]`}` : null;
-}
+export const pairIndex = (i, j, count) => i * count - (i * (i + 1)) / 2 + j - i - 1;
 
-export function rivalOf(question, row) {
-  const budget = question.budgets.find(({ rows }) => rows.includes(row)) ?? question.budgets[0];
-  const rival = budget?.rows.find((other) => other !== row) ?? question.references.find((other) => other !== row);
-  return rival ? `${question.id}~${rival.id}` : "";
-}
-
-function cellTable(row) {
-  const head = ["Task", "Figure", "Measured", "Repeat it"];
-  return el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": `Cells of ${row.name}` }, el("table", { className: "plain" },
-    el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", textContent: text })))),
-    el("tbody", {}, ...row.cells.map((cell) => el("tr", {},
-      el("td", { textContent: cell.task }), el("td", { textContent: cell.status === "ok" ? cell.figure : cell.status }),
-      el("td", { textContent: cell.measured }), el("td", {}, el("code", { textContent: cell.command })))))));
-}
-
-function provenance(row) {
-  const entries = [...new Set(row.cells.map((cell) => cell.provenance))].map((at) => feed.provenance[at]);
+function provenance(entries) {
   const distinct = (value) => [...new Set(entries.map(value).filter(Boolean))].join("; ");
   return el("details", {}, el("summary", { textContent: "Provenance" }), facts([
     ["Device", distinct((x) => [x.device, x.instructions, x.threads && `${x.threads} threads`].filter(Boolean).join(", "))],
     ["Platform", distinct((x) => x.platform)], ["Versions", distinct((x) => Object.entries(x.versions).map((pair) => pair.join(" ")).join(", "))],
     ["Data", distinct((x) => x.data)], ["sha256 of token ids", distinct((x) => x.ids_sha256)], ["sha256 of weights", distinct((x) => x.weights_sha256)],
-    ["Data seed", distinct((x) => (x.data_seed === null ? "" : String(x.data_seed)))], ["Read by", distinct((x) => x.method)],
+    ["Data seed", distinct((x) => number(x.data_seed, 12))], ["Read by", distinct((x) => x.method)],
   ]));
 }
 
@@ -58,7 +51,7 @@ const CAPTIONS = {
 };
 
 export function mapOf({ kind, columns, rows, layers }) {
-  return el("figure", { className: "maps" }, el("div", { className: "layers" }, ...layers.map(({ layer, png, width, height }) => el("div", {},
+  return el("figure", { className: "maps" }, el("div", { className: "layers" }, layers.map(({ layer, png, width, height }) => el("div", {},
     el("img", { src: `data:image/png;base64,${png}`, width, height, alt: `${CAPTIONS[kind]} Layer ${layer}; across: ${columns}; up: ${rows}.` }), `layer ${layer}`))),
     el("figcaption", { textContent: `${CAPTIONS[kind]} Across: ${columns}. Down: ${rows}.` }));
 }

@@ -1,7 +1,10 @@
-// The address holds all that a reader chose, so that every view can be shared.
-import { feed, questions } from "./dom.js";
-
+// The address, which holds all that a reader chose, and the data of suites, which are loaded when they are shown.
 export const read = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+
+export function address(changes) {
+  const kept = Object.entries({ ...read(), ...changes }).filter(([, value]) => value !== "");
+  return kept.length ? `#${new URLSearchParams(kept)}` : location.pathname + location.search;
+}
 
 let show = () => {};
 export function whenChanged(render) {
@@ -9,31 +12,30 @@ export function whenChanged(render) {
   addEventListener("hashchange", render);
 }
 
-export function address(changes, from = read()) {
-  const kept = Object.entries({ ...from, ...changes }).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  return kept.length ? `#${new URLSearchParams(kept)}` : location.pathname + location.search;
-}
-
 export function go(changes) {
   history.replaceState(null, "", address(changes));
   show();
 }
 
+// The suite of the question or suite that the address names; the first one if it names none.
+export const chosenSuite = ({ q, suite }) => index.suites.find((other) => other.questions.includes(q))
+  ?? index.suites.find((other) => other.file === suite) ?? index.suites[0];
 
-export const chosenQuestion = (state) => questions.get(state.q) ?? questions.get(feed.default) ?? null;
+// Calls back with the data of a suite: at once if it is here, else as soon as its file has loaded; with null if it can't be.
+export function withData({ file }, use) {
+  if (loaded.has(file)) return use(loaded.get(file));
+  const script = document.createElement("script");
+  script.src = `${index.folder}/${file}.js`;
+  script.onload = script.onerror = () => use(loaded.get(file) ?? null);
+  document.head.append(script);
+  return undefined;
+}
 
-// A budget in a unit: tokens, KiB, or % of dense's bytes.
-export const UNITS = {
-  tokens: { label: "tokens", of: (budget) => budget.capacity },
-  kib: { label: "KiB", of: (budget) => (budget.kv_bytes === null ? null : budget.kv_bytes / 1024) },
-  share: { label: "% of dense", of: (budget) => (budget.kv_share === null ? null : 100 * budget.kv_share) },
-};
+export const chosenQuestion = (data, { q }) => data.questions.find(({ id }) => id === q)
+  ?? data.questions.find(({ id }) => id === index.default) ?? data.questions[0];
 
-// The largest budget within what the reader has; the smallest if none fits. The middle one if the reader chose nothing.
-export function chosenBudget(question, state) {
-  const unit = UNITS[state.unit] ?? UNITS.tokens, most = Number(state.budget);
-  const sized = question.budgets.filter((budget) => unit.of(budget) !== null);
-  if (!sized.length || !(most > 0)) return { budget: question.budgets[Math.floor(question.budgets.length / 2)] ?? null, fits: true };
-  const fitting = sized.filter((budget) => unit.of(budget) <= most * (1 + 1e-9));
-  return { budget: fitting.at(-1) ?? sized[0], fits: fitting.length > 0 };
+// The budget of the address; if it names none, the middle one of those in tokens.
+export function chosenBudget({ budgets }, { budget }) {
+  const sized = budgets.filter(({ capacity }) => capacity !== null);
+  return budgets.find(({ capacity }) => String(capacity) === budget) ?? sized[sized.length >> 1] ?? budgets[0];
 }

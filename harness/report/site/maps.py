@@ -1,0 +1,97 @@
+"""Pictures of what a cell keeps and attends to, as PNG in base64."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.records import Record
+from kvbench.harness.report import keep_map, logit_maps
+
+_KEPT = ((230, 234, 238), (158, 202, 225), (0, 114, 178), (8, 48, 107))  # from no KV head to all
+_LOGITS = ((178, 24, 43), (247, 247, 247), (33, 102, 172))  # from below 0 to above
+_MAX_LAYERS = 16  # of a picture; of a deeper model, layers spread over its depth
+
+
+def maps(records: Sequence[Record], files: Mapping[int, Path]) -> dict[str, list[dict[str, Any]]]:
+    """Pictures by the cell ids of the feed: {"kind", "layers": [{"layer", "png", "width", "height"}], "columns", "rows"}.
+
+    Args:
+        records: of the page.
+        files: path of each record, by `id`.
+    """
+    result: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        folder = files[id(record)].parent if id(record) in files else None
+        pictures = [] if folder is None else [p for p in (_kept(record, folder), _logits(record, folder)) if p is not None]
+        if pictures:
+            result[record.cell_id[:12]] = pictures
+    return result
+
+
+def _kept(record: Record, folder: Path) -> dict[str, Any] | None:
+    """Which positions are held after which step: the share of a layer's KV heads that hold a position."""
+    if record.facts.keep_map is None:
+        return None
+    try:
+        shares, steps = keep_map.shares(keep_map.Map.read(keep_map.map_file(record, folder)).of_stream(0))
+    except UserError:  # the file is missing or damaged: the row is shown without it
+        return None
+    layers = _spread(len(shares))
+    return {
+        "kind": "kept", "columns": f"steps {steps[0]:,} to {steps[-1]:,}", "rows": "positions, the first at the bottom",
+        "layers": [_layer(i, shares[i].T[::-1], _KEPT) for i in layers],
+    }  # fmt: skip
+
+
+def _logits(record: Record, folder: Path) -> dict[str, Any] | None:
+    """Mean attention logits among the first tokens, averaged over heads."""
+    if not (folder / f"{record.stem}{logit_maps.SUFFIX}").is_file():
+        return None
+    try:
+        logits = logit_maps.logits_in(record, folder, None, ())
+    except UserError:
+        return None
+    most = [float(np.nanmax(np.abs(np.where(np.isfinite(x), x, np.nan)))) or 1.0 for x in logits]
+    scaled = [np.where(np.isfinite(x), 0.5 + x / (2 * top), 0.5) for x, top in zip(logits, most, strict=True)]
+    tokens = logits.shape[-1]
+    return {
+        "kind": "attention", "columns": f"the first {tokens} tokens, attended to", "rows": "queries, the first at the top",
+        "layers": [_layer(i, scaled[i], _LOGITS) for i in _spread(len(scaled))],
+    }  # fmt: skip
+
+
+def _spread(layers: int) -> list[int]:
+    return sorted(set(np.linspace(0, layers - 1, min(layers, _MAX_LAYERS)).round().astype(int).tolist()))
+
+
+def _layer(layer: int, shades: NDArray[Any], colours: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    """A picture of values from 0 to 1. shades: [rows, columns], the top row first."""
+    height, width = shades.shape
+    return {"layer": layer, "png": base64.b64encode(_png(shades, colours)).decode(), "width": width, "height": height}
+
+
+def _png(shades: NDArray[Any], colours: Sequence[tuple[int, int, int]]) -> bytes:
+    """A PNG in which 0 has the first colour, 1 the last, and what is between a mixture.
+
+    Source: W3C, Portable Network Graphics (Second Edition): 8-bit palette, no filter, no interlacing.
+    """
+    height, width = shades.shape
+    places = np.linspace(0, 1, len(colours))
+    at = np.linspace(0, 1, 256)
+    palette = np.stack([np.interp(at, places, [c[i] for c in colours]) for i in range(3)], axis=1).round().astype(np.uint8)
+    pixels = (np.clip(shades, 0, 1) * 255).round().astype(np.uint8)
+    lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels], axis=1)  # each line begins with its filter
+    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"PLTE", palette.tobytes()), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
