@@ -175,17 +175,5 @@ def _perplexity(record: Record) -> float:
     return metrics.perplexity
 
 
-def pages() -> str:
-    """Return right answers of the suite `pages` about lines told once: a row per policy, a column per moment of eviction."""
-    shares: dict[str, dict[str, str]] = {}
-    for record in measured("pages"):
-        metrics = record.measured(QuestionMetrics)
-        if metrics is not None and record.cell.options["tasks"] == "kvbench_once" and not record.cell.evicts.endswith("max"):
-            shares.setdefault(record.cell.policy, {})[record.cell.evicts] = f"{100 * (metrics.accuracy or 0):.0f} %"
-    moments = sorted({m for by_moment in shares.values() for m in by_moment}, key=lambda m: (m != "step", "pages" in m, m))
-    rows = [[f"`{policy}`", *(by.get(m, "") for m in moments)] for policy, by in sorted(shares.items()) if policy != "dense"]
-    return _markdown(["policy", *moments], rows, "l" + "r" * len(moments))
-
-
 def _markdown(head: list[str], rows: list[list[str]], align: str) -> str:
     return "\n".join(table(head, rows, align))
