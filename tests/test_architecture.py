@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,20 @@ def test_the_table_of_imports_has_every_package_and_points_upward():
     for package, allowed in MAY_IMPORT.items():
         assert set(allowed.split()) <= above, f"{package} may import only what stands above it"
         above.add(package)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    files = {
+        ".".join(("kvbench", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+        for folder in ("harness", "policies")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    below = {}
+    for name, path in files.items():  # imports for types alone are indented
+        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        pairs = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
+        below[name] = {member if member in files else module for module, member in pairs} & files.keys()
+    TopologicalSorter(below).prepare()  # raises CycleError, which names the circle
 
 
 def test_records_and_reports_need_no_torch():

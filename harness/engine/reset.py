@@ -6,19 +6,30 @@ Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.policies.reset import Reset
 from kvbench.policies.window import Window
 
-if TYPE_CHECKING:
-    from kvbench.harness.engine.loop import CachedDecoder
+
+class ClearableDecoder(Decoder, Protocol):
+    """A decoder whose cache can be emptied."""
+
+    @property
+    def streams(self) -> int:
+        """B."""
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+
+    def fork(self, streams: Sequence[int]) -> ClearableDecoder:
+        """A decoder whose streams are copies of these, with nothing shared."""
 
 
 def between_resets(config: CacheConfig) -> CacheConfig | None:
@@ -37,7 +48,7 @@ class ResetDecoder(RecomputeDecoder):
         cache: holds the tokens since the last reset, and those read again. The first token that no longer fits empties it.
     """
 
-    def __init__(self, model: Model, config: CacheConfig, cache: CachedDecoder) -> None:
+    def __init__(self, model: Model, config: CacheConfig, cache: ClearableDecoder) -> None:
         """cache: empty, configured as `between_resets` says."""
         super().__init__(model, config, cache.streams)
         assert config.capacity is not None
