@@ -9,7 +9,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench real leaderboard test test-fast lint types check docs picture injections microbench peers peers-speed image gpu gpu-tree gpu-wheels clean
+.PHONY: bench real leaderboard test test-fast test-lab lint types check docs picture injections microbench peers peers-speed image gpu gpu-tree gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -32,12 +32,16 @@ real: .venv/smollm2 $(if $(DATA),,.cache/real/python-reference.txt)  ## SmolLM2 
 leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
 
-test: .venv/ready  ## all tests, and that what microbench times still runs
-	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
+test: .venv/ready  ## all tests but those of lab/, and that what microbench times still runs
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not alone' --durations=25 --benchmark-disable --ignore tests/lab \
+		tests tests/benchmarks/bench_inner.py
 	$(BIN)/python -m pytest -m alone $$(grep -l mark.alone tests/test_*.py)
 
 test-fast: .venv/ready  ## in a minute: what is marked fast and not slow
-	$(BIN)/python -m pytest -n auto -m 'fast and not slow and not alone'
+	$(BIN)/python -m pytest -n auto -m 'fast and not slow and not alone' --ignore tests/lab
+
+test-lab: .venv/ready  ## the tests of lab/: trainings and studies
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=25 tests/lab
 
 lint: .venv/ready
 	$(BIN)/ruff check .

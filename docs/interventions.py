@@ -21,12 +21,12 @@ from torch.nn.functional import cross_entropy
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.watch import watch
 from kvbench.harness.models.load import load_model
-from kvbench.harness.pretrain import tokenizer
-from kvbench.harness.pretrain.config import find, load
-from kvbench.harness.pretrain.samples import TrainingSamples
-from kvbench.harness.pretrain.train import pretrain
 from kvbench.harness.report.markdown import table
 from kvbench.harness.tasks.attention.notes import Notes
+from kvbench.lab.pretrain import tokenizer
+from kvbench.lab.pretrain.config import find, load
+from kvbench.lab.pretrain.samples import TrainingSamples
+from kvbench.lab.pretrain.train import pretrain
 
 FOLDER = Path(__file__).parent
 FILE, PAGE = FOLDER / "data" / "interventions.jsonl", FOLDER / "sinks.md"

@@ -31,8 +31,7 @@ MAY_IMPORT = {
     "lm_eval": "core data engine models policies rules suite",
     "tasks": "core data engine lm_eval models policies records report",
     "run": "core engine kvbench models policies records report rules suite tasks",
-    "pretrain": "core data engine models suite",
-    "cli": "core data engine kvbench lm_eval models policies pretrain records report run suite",
+    "cli": "core data engine kvbench lm_eval models policies records report run suite",
 }
 
 
@@ -59,7 +58,7 @@ def package_of(module: str) -> str:
         return ""
     if inside[:1] == ["harness"]:
         return inside[1]
-    return "policies" if inside[:1] == ["policies"] else "kvbench"
+    return inside[0] if inside[:1] in (["policies"], ["lab"]) else "kvbench"
 
 
 def packages_imported(path: Path) -> set[str]:
@@ -93,6 +92,13 @@ def test_the_engine_calls_at_most_six_functions_of_the_kernels():
     assert len(public) <= 6
     attributes = (node for node in ast.walk(ast.parse(INTERFACE.read_text())) if isinstance(node, ast.Attribute))
     assert {x.attr for x in attributes if isinstance(x.value, ast.Name) and x.value.id == "package"} == public
+
+
+def test_the_lab_stands_on_the_harness_and_nothing_on_the_lab():
+    for path in sorted((ROOT / "lab").rglob("*.py")):
+        assert not {m for m in imports(path) if m.split(".")[0] in ("harness", "policies", "lab", "tests")}, path
+    for path in sorted((ROOT / "kvbench").glob("*.py")):
+        assert "lab" not in packages_imported(path), path
 
 
 def test_the_table_of_imports_has_every_package_and_points_upward():
@@ -137,7 +143,7 @@ def attributes_set(function: ast.FunctionDef) -> set[str]:
 
 def test_no_attribute_is_born_outside_init():
     """What changes from block to block is a value that is passed on, so a reader finds all state of an object in one place."""
-    for path in sorted((ROOT / "harness").rglob("*.py")):
+    for path in sorted([*(ROOT / "harness").rglob("*.py"), *(ROOT / "lab").rglob("*.py")]):
         for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
             methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
             born = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
@@ -147,7 +153,7 @@ def test_no_attribute_is_born_outside_init():
 
 
 BASELINE = str(ROOT / "leaderboard/baselines/quickstart")
-HEAVY = {"torch", "transformers", "datasets", "lm_eval", "pandas"}
+HEAVY = {"torch", "transformers", "datasets", "lm_eval", "pandas", "kvbench.lab"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,7 @@ def test_a_reader_of_records_starts_without_what_measures(command, but, tmp_path
 
 
 def test_files_and_functions_stay_short():
-    for path in [*(ROOT / "policies").rglob("*.py"), *(ROOT / "harness").rglob("*.py")]:
+    for path in [path for folder in ("policies", "harness", "lab") for path in (ROOT / folder).rglob("*.py")]:
         text = path.read_text()
         assert text.count("\n") <= 400, path
         for node in ast.walk(ast.parse(text)):

@@ -14,7 +14,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.models.hub import builtins, model_directory
 from kvbench.harness.models.load import load_model, load_tokenizer
-from kvbench.harness.pretrain.config import find, load
+from kvbench.lab.pretrain.config import find, load
 from kvbench.policies.dense import Dense
 
 LOGITS = Path(__file__).with_name("builtin_logits.json")

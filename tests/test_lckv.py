@@ -26,8 +26,8 @@ from kvbench.harness.engine.variants.lckv import LCKVConfig, LCKVForCausalLM
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
-from kvbench.harness.pretrain.config import PretrainConfig, find, load
-from kvbench.harness.pretrain.train import pretrain
+from kvbench.lab.pretrain.config import PretrainConfig, find, load
+from kvbench.lab.pretrain.train import pretrain
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,29 @@ number = theirs:NUMBER
 bare = theirs:Bare
 crashes = theirs:Crashes
 h2o = theirs:Bare
+
+[bench.commands]
+greet = theirs_commands:greet
+crash = theirs_commands:crash
+gone_too = theirs_commands:gone
+number = theirs:NUMBER
+doctor = theirs_commands:greet
+"""
+THEIR_COMMANDS = """
+import click
+
+from kvbench import UserError
+
+@click.command()
+@click.option("--name", default="you")
+def greet(name):
+    if name == "nobody":
+        raise UserError("greet: nobody is there")
+    click.echo(f"hello {name}")
+
+@click.command()
+def crash():
+    return 1 / 0
 """
 THEIRS = """
 from kvbench.policies.window import Window
@@ -38,6 +63,7 @@ def package(tmp_path, monkeypatch) -> Path:
     """An installed package with six policies. One can be used, and one has the name of one of ours."""
     files = {
         "theirs_fails.py": "import torch\ntorch.no_such_thing\n", "theirs_exits.py": "raise SystemExit(3)\n", "theirs.py": THEIRS,
+        "theirs_commands.py": THEIR_COMMANDS,
         "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",
         "theirs-1.0.dist-info/entry_points.txt": ENTRIES,
     }  # fmt: skip

@@ -28,11 +28,11 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def site(wheel, tmp_path) -> Path:
-    """The wheel unpacked, as pip would, beside a package that has a `policies/` and a `harness/` of its own."""
+    """The wheel unpacked, as pip would, beside a package that has a `policies/`, a `harness/` and a `lab/` of its own."""
     folder = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    for name in ("policies", "harness"):
+    for name in ("policies", "harness", "lab"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(f"WHOSE = 'the {name} of another package'\n")
     return folder
@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_of_ours_and_nothing_beside_kvbench(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     folders = subprocess.run(
-        ["git", "ls-files", "policies", "harness", "suites"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "ls-files", "policies", "harness", "lab", "suites"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.split()
     assert {f"kvbench/{name}" for name in folders} <= inside
     assert {name.split("/")[0] for name in inside} == {"kvbench"}

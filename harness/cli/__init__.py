@@ -14,21 +14,42 @@ import click
 from kvbench import __version__
 from kvbench.harness.cli import doctor, judge, listing, lm_eval, measure, pages, policy, records, show
 from kvbench.harness.cli import which as which_policy
-from kvbench.harness.cli.output import debugging
+from kvbench.harness.cli.loaded import LAB_COMMANDS, plugin_commands
+from kvbench.harness.cli.output import accept_debug, debugging
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import Exit, UserError, first_line
+from kvbench.harness.core.errors import Exit, UserError, described, first_line
 from kvbench.harness.core.visible import visible
+
+_EXPECTED = (UserError, OSError, click.ClickException, click.Abort, click.exceptions.Exit)  # that `main` reports itself
 
 
 class _Commands(click.Group):
     """Group of all commands. It handles closed pipes: click would exit with 1, which some commands use as an answer."""
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names that `bench --help` shows."""
+        return sorted({*self.commands, *plugin_commands()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command of ours, or else that of an installed package."""
+        return super().get_command(ctx, cmd_name) or plugin_commands().get(cmd_name)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
+        """Run the command.
+
+        Raises:
+            UserError: a command of an installed package failed.
+        """
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             _exit_closed_pipe()
+        except _EXPECTED:
+            raise
+        except Exception as error:
+            if ctx.invoked_subcommand in self.commands:
+                raise
+            raise UserError(f"the plug-in '{ctx.invoked_subcommand}' failed: {described(error)}; --debug shows more") from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,25 +82,16 @@ for _command in (
     records.records,
     show.show,
     measure.probe,
-    measure.pretrain,
     listing.list_,
     policy.policy,
     listing.schema,
     doctor.doctor,
+    *LAB_COMMANDS,
 ):
     cli.add_command(_command)
 
 
-def _accept_debug(command: click.Command) -> None:
-    """Accept `--debug` after a command, too."""
-    if isinstance(command, click.Group):
-        for subcommand in command.commands.values():
-            _accept_debug(subcommand)
-    else:
-        command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, hidden=True))
-
-
-_accept_debug(cli)
+accept_debug(cli)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The commands `bench run`, `bench pretrain` and `bench probe`, and the options of every command that runs a suite."""
+"""The commands `bench run` and `bench probe`, and the options of every command that runs a suite."""
 
 from __future__ import annotations
 
@@ -118,51 +118,6 @@ def run(
     show_closing(shown, results, on_terminal)
     if any(r.status == "failed" for r in records):
         sys.exit(Exit.FAILED_CELLS)
-
-
-@click.command()
-@click.argument("config")
-@click.option(
-    "--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of PG-19 with a train split (or BENCH_DATA). Default: the hub."
-)
-@click.option("--out", metavar="DIR", help="Folder for checkpoints, log and model. Default: pretrained/NAME.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
-@click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's.")
-@click.option("--steps", type=click.IntRange(1), help="Stop after this many steps, with a checkpoint; the next call goes on.")
-@click.option("--tokens", type=click.IntRange(1), help="A shorter training: as many steps before running text, fewer of it.")
-@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a value: --set seed=1 --set shape.hidden=256.")
-def pretrain(
-    config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None, tokens: int | None,
-    changes: tuple[str, ...],
-) -> None:  # fmt: skip
-    """Pretrain a reference model. CONFIG is a file, or a name like sink_1.
-
-    If a run was stopped, the same command goes on from its last checkpoint.
-
-    \b
-    bench pretrain vanilla --data path/to/pg19
-    bench pretrain suites/pretrain/sink_1.yaml --data path/to/pg19 --steps 200
-    bench pretrain recall --set name=wide --set seed=1 --set shape.hidden=256
-    """
-    from kvbench.harness.pretrain.config import find, load
-
-    settings = load(find(config), changes)
-    if tokens:
-        settings = settings.shortened(tokens)
-    import torch
-
-    from kvbench.harness.models.load import device_of
-    from kvbench.harness.pretrain.train import pretrain as train
-
-    if threads:
-        torch.set_num_threads(threads)
-    folder = Path(out) if out else Path("pretrained") / settings.name
-    tell = lambda line: click.echo(line, err=True)  # noqa: E731
-    model = train(settings, folder, Path(data).expanduser() if data else None, device_of(device), tell, steps)
-    if model.exists():
-        click.echo(str(model))
-    else:
-        click.echo(f"stopped early: 'bench pretrain {config}' goes on from here", err=True)
 
 
 @click.command()

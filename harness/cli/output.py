@@ -56,6 +56,15 @@ def debugging() -> bool:
     return "--debug" in sys.argv
 
 
+def accept_debug(command: click.Command) -> None:
+    """Accept `--debug` after a command, too."""
+    if isinstance(command, click.Group):
+        for subcommand in command.commands.values():
+            accept_debug(subcommand)
+    elif not any("--debug" in parameter.opts for parameter in command.params):
+        command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, hidden=True))
+
+
 def writable(folder: Path) -> Path:
     """The folder, which is created if it is missing.
 

@@ -209,7 +209,7 @@ def _find(kind: _Kind, name: str) -> type[Any]:
         entries = [e for e in entry_points(group=kind.group) if e.name == name]
         if not entries:
             raise UserError(f"unknown {kind.noun} '{name}'{did_you_mean(name, _names(kind))}")
-        plugin = _load_entry_point(entries[0])
+        plugin = load_entry_point(entries[0])
     if not (inspect.isclass(plugin) and issubclass(plugin, base)):
         contestant = _contestants().contestant_class(name, plugin) if kind is _POLICY else None
         if contestant is not None:
@@ -246,7 +246,7 @@ def _classes_in(module: ModuleType, path: str, kind: _Kind) -> str:
     return f"name the class, e.g. {', '.join(names)}" if names else f"it defines no class that inherits from {kind.base_name}"
 
 
-def _load_entry_point(entry: EntryPoint) -> object:
+def load_entry_point(entry: EntryPoint) -> object:
     """The object of an entry point.
 
     Raises:

@@ -144,10 +144,10 @@ def find(name: str) -> Path:
     raise UserError(f"{name}: no such suite{did_you_mean(path.stem, shipped)}")
 
 
-def shipped_suites(kind: str = "") -> list[Path]:
-    """The suites that come with the project, in the checkout or the installed package. kind: a subfolder."""
+def shipped_suites() -> list[Path]:
+    """The suites that come with the project, in the checkout or the installed package."""
     folder = Path(__file__).resolve().parents[2] / "suites"  # beside `harness`, in the checkout as in the wheel
-    return sorted((folder / kind).glob("*.yaml"))
+    return sorted(folder.glob("*.yaml"))
 
 
 def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, list[Cell]]:

@@ -47,7 +47,7 @@ from stages import Stage, State, run_all
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # a machine with torch and transformers may lack these
-SOURCES = ("kvbench", "policies", "harness", "suites", "tests")
+SOURCES = ("kvbench", "policies", "harness", "lab", "suites", "tests")
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".yaml", ".json")
 # What a GPU image lacks beside NEEDED. A rehearsal does without it, too.
 ABSENT = ("arch", "axe_playwright_python", "datasets", "jsonschema", "lm_eval", "playwright", "ray", "vl_convert")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
-from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.samples import NAMES
+from kvbench.lab.pretrain.config import PretrainConfig
+from kvbench.lab.pretrain.samples import NAMES
 
 _FINAL_LOSS_STEPS = 200
 _ATTENTION = {

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.data import backcopy, lookups, machine
 from kvbench.harness.data.lookups import Lookups
-from kvbench.harness.pretrain.config import Kinds, PretrainConfig, Repeats
-from kvbench.harness.pretrain.tokenizer import SINKS
+from kvbench.lab.pretrain.config import Kinds, PretrainConfig, Repeats
+from kvbench.lab.pretrain.tokenizer import SINKS
 
 READING = ("text", "needles")  # samples of running text
 MACHINE = ("programs", "turns", "far_programs", "far_turns")  # samples of words

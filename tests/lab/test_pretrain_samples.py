@@ -13,11 +13,11 @@ from conftest import tokens_of
 from kvbench.harness.data import lookups
 from kvbench.harness.data.registers import answer, question, record_line
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.pretrain import text, tokenizer
-from kvbench.harness.pretrain.config import Mix, PretrainConfig
-from kvbench.harness.pretrain.held_out import right_answers
-from kvbench.harness.pretrain.samples import NAMES, TrainingSamples
-from kvbench.harness.pretrain.train import _Trainer
+from kvbench.lab.pretrain import text, tokenizer
+from kvbench.lab.pretrain.config import Mix, PretrainConfig
+from kvbench.lab.pretrain.held_out import right_answers
+from kvbench.lab.pretrain.samples import NAMES, TrainingSamples
+from kvbench.lab.pretrain.train import _Trainer
 
 PROSE = Mix(pg19=0, prose=1)
 

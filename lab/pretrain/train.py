@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from kvbench.harness.core.device import cores, device_name
-from kvbench.harness.pretrain import sigma_reparam, text, tokenizer
-from kvbench.harness.pretrain.card import CURVE_NAME, card, curve
-from kvbench.harness.pretrain.config import PretrainConfig, Training
-from kvbench.harness.pretrain.held_out import HeldOut
-from kvbench.harness.pretrain.new_model import new_model
-from kvbench.harness.pretrain.ortho_adam import OrthoAdam
-from kvbench.harness.pretrain.samples import READING, TrainingSamples, kinds_of
+from kvbench.lab.pretrain import sigma_reparam, text, tokenizer
+from kvbench.lab.pretrain.card import CURVE_NAME, card, curve
+from kvbench.lab.pretrain.config import PretrainConfig, Training
+from kvbench.lab.pretrain.held_out import HeldOut
+from kvbench.lab.pretrain.new_model import new_model
+from kvbench.lab.pretrain.ortho_adam import OrthoAdam
+from kvbench.lab.pretrain.samples import READING, TrainingSamples, kinds_of
 
 Tell = Callable[[str], None]
 _LOG_SAMPLES, _CARD_SAMPLES = 8, 96  # held out, of a kind

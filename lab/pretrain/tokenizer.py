@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.data.lookups import FIXED
-from kvbench.harness.pretrain.config import MOST_SINKS, Shape
+from kvbench.lab.pretrain.config import MOST_SINKS, Shape
 
 SINKS = tuple(f"<|sink{i}|>" for i in range(MOST_SINKS))  # in every model's vocabulary, even if its training text has none
 NUMBERS = [*map(str, range(1000)), *(f"{n:02}" for n in range(10))]

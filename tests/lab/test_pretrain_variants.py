@@ -16,11 +16,11 @@ from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
-from kvbench.harness.pretrain import ortho_adam, sigma_reparam, text, tokenizer
-from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.held_out import HeldOut
-from kvbench.harness.pretrain.new_model import new_model
-from kvbench.harness.pretrain.train import pretrain
+from kvbench.lab.pretrain import ortho_adam, sigma_reparam, text, tokenizer
+from kvbench.lab.pretrain.config import PretrainConfig
+from kvbench.lab.pretrain.held_out import HeldOut
+from kvbench.lab.pretrain.new_model import new_model
+from kvbench.lab.pretrain.train import pretrain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
 CHANGES = {  # in their recipes

@@ -18,10 +18,10 @@ from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.selfcheck import check
-from kvbench.harness.pretrain import train
-from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.held_out import attention_to_first
-from kvbench.harness.pretrain.train import new_model, pretrain
+from kvbench.lab.pretrain import train
+from kvbench.lab.pretrain.config import PretrainConfig
+from kvbench.lab.pretrain.held_out import attention_to_first
+from kvbench.lab.pretrain.train import new_model, pretrain
 from kvbench.policies.dense import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.data import backcopy, machine
-from kvbench.harness.suite import shipped_suites, yaml_value
+from kvbench.harness.suite import yaml_value
 
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
+RECIPES = Path(__file__).with_name("recipes")
 _BOTH = ("softmax", "sigmoid", "clipped", "qk_norm")
 _ATTENTION = {  # by family of the shape
     "llama": (*_BOTH, "sink_logits", "gated", "lckv"),
@@ -281,7 +282,7 @@ def find(name: str) -> Path:
     """
     if Path(name).exists():
         return Path(name)
-    shipped = {p.stem: p for p in shipped_suites("pretrain") if p.stem != "common"}
+    shipped = {p.stem: p for p in RECIPES.glob("*.yaml") if p.stem != "common"}
     if name not in shipped:
         raise UserError(f"{name}: no such file or reference model{did_you_mean(name, sorted(shipped))}")
     return shipped[name]

@@ -20,8 +20,8 @@ from kvbench.harness.engine.variants import VARIANTS
 from kvbench.harness.engine.variants.gpt2 import WeighedGPT2Config, WeighedGPT2ForCausalLM
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.hub import model_directory
-from kvbench.harness.pretrain import sigma_reparam
-from kvbench.harness.pretrain.config import PretrainConfig
+from kvbench.lab.pretrain import sigma_reparam
+from kvbench.lab.pretrain.config import PretrainConfig
 
 
 def new_model(config: PretrainConfig) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.data import lookups, pg19
 from kvbench.harness.data.prose import Prose
-from kvbench.harness.pretrain.config import Mix
+from kvbench.lab.pretrain.config import Mix
 
 _PIECE_CHARACTERS = 8192
 _OPEN_BOOKS = 16  # pieces are drawn from this many books at random, so that neighbours come from different ones

@@ -13,8 +13,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.variants.base import attention_weights, weighed, weighing_of
-from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.samples import NAMES, WORDED, TrainingSamples
+from kvbench.lab.pretrain.config import PretrainConfig
+from kvbench.lab.pretrain.samples import NAMES, WORDED, TrainingSamples
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
