@@ -134,7 +134,7 @@ picture: .venv/ready  ## pictures, tables and figures of the README and of docs,
 	PYTHONPATH=docs:tests $(BIN)/python -m cogapp -r -P README.md $$(grep -l '\[\[\[cog' docs/*.md docs/*/*.md)
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results
-	$(BIN)/python docs/validity.py
+	$(BIN)/python -m kvbench.lab.studies.validity
 
 .venv/docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -12,6 +12,7 @@ import click
 from pydantic import BaseModel
 
 from kvbench.harness.cli import cli
+from kvbench.harness.cli.loaded import LoadedCommand
 from kvbench.harness.core import plugins
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.policies import Policy
@@ -32,10 +33,9 @@ def _commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[t
     if not isinstance(command, click.Group):
         yield path, command
         return
-    for name in command.list_commands(click.Context(command)):
-        inner = command.get_command(click.Context(command), name)
-        if inner is not None and not inner.hidden:
-            yield from _commands(inner, (*path, name))
+    for name, inner in command.commands.items():
+        if not inner.hidden:
+            yield from _commands(inner.load() if isinstance(inner, LoadedCommand) else inner, (*path, name))
 
 
 def _command(path: tuple[str, ...], command: click.Command, known: set[tuple[str, str]]) -> list[str]:

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 from factories import record
-from interval_coverage import CORRELATIONS, PROCESSES, RUN, STREAMS, clusters, coverage, coverage_of_shares
 from scipy import stats
 from statsmodels.tsa.stattools import acf
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, clustered_share, interval, wilson
 from kvbench.harness.report.pairing import perplexity
+from kvbench.lab.studies.interval_coverage import CORRELATIONS, PROCESSES, RUN, STREAMS, clusters, coverage, coverage_of_shares
 
 pytestmark = pytest.mark.fast
 

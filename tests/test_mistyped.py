@@ -14,9 +14,9 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval import arguments
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.pretrain import config as pretraining
-from kvbench.harness.pretrain.text import pieces
 from kvbench.harness.suite.axes import size_in_bytes
+from kvbench.lab.pretrain import config as pretraining
+from kvbench.lab.pretrain.text import pieces
 
 BOUNDLESS = ("cake", "gamma")  # a parameter whose policy sets no bounds
 

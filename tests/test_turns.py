@@ -25,7 +25,6 @@ from kvbench.harness.data.questions import QuizData, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.models.load import load_model, load_tokenizer
-from kvbench.lab.pretrain.tokenizer import of_words, wrapped
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.tasks.turns import Turns, TurnsOptions, conversation

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from factories import cell_record
-from interval_coverage import PROCESSES, RUN, coverage_of_looks
 
 from kvbench.harness.core import intervals
 from kvbench.harness.core.intervals import interval, look_lengths
@@ -23,6 +22,7 @@ from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions, schema
 from kvbench.harness.tasks.task import Job, MeasurementError
+from kvbench.lab.studies.interval_coverage import PROCESSES, RUN, coverage_of_looks
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.window import Window
 

@@ -29,11 +29,20 @@ class LoadedCommand(click.Command):
         Raises:
             UserError: the command can't be imported.
         """
+        command = self.load()
+        accept_debug(command)
+        return command.make_context(info_name, args, parent, **extra)
+
+    def load(self) -> click.Command:
+        """Import the command.
+
+        Raises:
+            UserError: it can't be imported, or is no command.
+        """
         command = load_entry_point(self.entry)
         if not isinstance(command, click.Command):
             raise UserError(f"the plug-in '{self.name}' ({self.entry.value}) is not a click.Command")
-        accept_debug(command)
-        return command.make_context(info_name, args, parent, **extra)
+        return command
 
 
 # Named here and not in the metadata of the installed package, so that a checkout needs no installation.

@@ -1,7 +1,7 @@
 """Trains the small encoders of docs/tasks/attention.md, for the suites `attention-encoder` and `attention-vision`.
 
-    python docs/encoders.py bert pretrained/bert          # minutes of a core each
-    python docs/encoders.py vit pretrained/vit            # the same with --registers 4
+    python -m kvbench.lab.studies.encoders bert pretrained/bert          # minutes of a core each
+    python -m kvbench.lab.studies.encoders vit pretrained/vit            # the same with --registers 4
     bench run attention-encoder --model pretrained/bert --set data=prose
 
 A BERT fills in masked words of generated prose. A vision transformer, DINOv2's with or without registers, fills in masked
@@ -21,7 +21,8 @@ import torch
 from tokenizers import BertWordPieceTokenizer
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy, interpolate, mse_loss
-from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+from transformers import BertConfig, BertForMaskedLM, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+from transformers.models.bert import BertTokenizerFast  # type: ignore[attr-defined]
 
 from kvbench.harness.data.images import shapes
 from kvbench.harness.data.prose import Prose

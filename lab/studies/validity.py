@@ -1,7 +1,7 @@
 """Writes docs/validity.md: whether our small models rank policies as large ones do. `make validity`; CI writes it again.
 
 A published table is compared with a task of the suites `zoo` and `recall` over the policies that both have
-(docs/rank_agreement.py). A published rule is ours only if every parameter is the same.
+(`rank_agreement`). A published rule is ours only if every parameter is the same.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import model_sizes
 import numpy as np
 import yaml
-from rank_agreement import LEVEL, Agreement, Scores, Table, Values, agreement, chance, drawn
 
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report.markdown import table
 from kvbench.harness.report.ranks import holm
+from kvbench.lab.studies import DOCS, RESULTS, model_sizes
+from kvbench.lab.studies.rank_agreement import LEVEL, Agreement, Scores, Table, Values, agreement, chance, drawn
 
-HERE = Path(__file__).parent
-RESULTS = HERE.parent / "leaderboard" / "results"
 SUITES = ("zoo", "recall")
 POSITIONS = ("stream", "cache")  # best first: published codes that cut a prompt leave its keys at their positions in the stream
 FEWEST = 3  # policies in common
@@ -124,7 +122,7 @@ def _is_of(record: Record, rule: Any) -> bool:
     return parameters_of(policy_from(name, given).bind(record.cell.capacity), recorded=True) == record.cell.parameters
 
 
-def published(file: Path = HERE / "data" / "published.yaml") -> list[Source]:
+def published(file: Path = DOCS / "data" / "published.yaml") -> list[Source]:
     """The published tables."""
     return [
         Source(
@@ -275,4 +273,4 @@ def _figure(value: float, interval: tuple[float, float]) -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "validity.md").write_text(page(published(), measured()), encoding="utf-8")
+    (DOCS / "validity.md").write_text(page(published(), measured()), encoding="utf-8")

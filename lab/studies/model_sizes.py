@@ -1,7 +1,7 @@
 """Whether size or seed of a small model changes how policies are ordered: a section of docs/validity.md.
 
     bench run sizes --model pretrained/wide1/model --results results/wide1
-    python docs/model_sizes.py wide1=pretrained/wide1/model=results/wide1 ...   # writes docs/data/sizes.jsonl
+    python -m kvbench.lab.studies.model_sizes wide1=pretrained/wide1/model=results/wide1 ...   # writes docs/data/sizes.jsonl
 
 The records are thousands, so a line for each cell is kept: a line has its answers and its record's key. P policies, R draws.
 """
@@ -19,12 +19,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from rank_agreement import Scores, Values, differ, drawn, tau
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.lab.studies import DOCS
+from kvbench.lab.studies.rank_agreement import Scores, Values, differ, drawn, tau
 
-FILE = Path(__file__).parent / "data" / "sizes.jsonl"
+FILE = DOCS / "data" / "sizes.jsonl"
 MODES = ("stream", "cache")
 QUESTIONS = ("unseen", "seen")
 _TITLE = """

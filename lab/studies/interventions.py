@@ -1,7 +1,7 @@
 """What is said to prevent attention sinks, tried on Bigram-Backcopy: a table of docs/sinks.md.
 
-    python docs/interventions.py --train DIR   # trains what DIR lacks, a minute each; measures it
-    python docs/interventions.py               # writes the table from docs/data/interventions.jsonl
+    python -m kvbench.lab.studies.interventions --train DIR   # trains what DIR lacks, a minute each; measures it
+    python -m kvbench.lab.studies.interventions               # writes the table from docs/data/interventions.jsonl
 
 B texts, T tokens.
 """
@@ -27,9 +27,9 @@ from kvbench.lab.pretrain import tokenizer
 from kvbench.lab.pretrain.config import find, load
 from kvbench.lab.pretrain.samples import TrainingSamples
 from kvbench.lab.pretrain.train import pretrain
+from kvbench.lab.studies import DOCS
 
-FOLDER = Path(__file__).parent
-FILE, PAGE = FOLDER / "data" / "interventions.jsonl", FOLDER / "sinks.md"
+FILE, PAGE = DOCS / "data" / "interventions.jsonl", DOCS / "sinks.md"
 SHORTER, SEEDS = ["training.tokens=4096000", "training.keep=[]"], (0, 1, 2)
 TEXTS, SEED_OF_TEXTS, EPSILON = 128, 1_000_003, 0.3
 GU, GUO, KAUL, HE = "Gu et al. 2024", "Guo et al. 2024", "Kaul et al. 2024", "He et al. 2024"

@@ -1,8 +1,8 @@
 """How often 95 % intervals contain the true mean, by simulation. This takes a quarter of an hour on one core.
 
-`python tests/interval_coverage.py` prints the tables of docs/statistics.md. Every process has mean 0. It simulates the sums
-over runs of `RUN` tokens that records keep. A table cell is `95.3 (1.09)`: percent of intervals that contain the mean, and their
-median width relative to an interval that knows the variance of the mean; `-` if no interval is shown.
+`python -m kvbench.lab.studies.interval_coverage` prints the tables of docs/statistics.md. Every process has mean 0. It simulates
+the sums over runs of `RUN` tokens that records keep. A table cell is `95.3 (1.09)`: percent of intervals that contain the mean,
+and their median width relative to an interval that knows the variance of the mean; `-` if no interval is shown.
 
 Shapes: [R, n] for R repetitions of n runs.
 """
@@ -17,7 +17,6 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 
-import interval_methods
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,6 +33,7 @@ from kvbench.harness.core.intervals import (
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.pairing import question
+from kvbench.lab.studies import RESULTS, interval_methods
 
 Array = NDArray[np.float64]
 Method = Callable[[Array, Array, int, int], Interval]
@@ -129,6 +129,8 @@ def recorded_differences(folder: Path) -> Iterator[tuple[int, Array]]:
 
 
 def _deviations(a: Record, b: Record) -> tuple[int, Array]:
+    assert isinstance(a.metrics, NllMetrics)
+    assert isinstance(b.metrics, NllMetrics)
     x, y = a.metrics.blocks, b.metrics.blocks
     if x.tokens != y.tokens:
         return 0, np.zeros(0)
@@ -150,8 +152,10 @@ def coverage(series: Array, method: Method, size: int = RUN, capacity: int = 128
 
 
 def coverage_of_looks(series: Array, looks: list[int], planned: int, capacity: int = 128) -> tuple[float, float]:
-    """Percent of intervals that contain 0 where reading stops at half the median width of the first look; percent of texts in
-    which all looks do, as it takes for a reader who stops whenever it suits.
+    """Return two percentages: of intervals and of texts.
+
+    The first is of intervals that contain 0 where reading stops at half the median width of the first look; the second is of
+    texts in which the intervals of all looks do, as a reader needs who stops whenever it suits.
 
     Args:
         series: sums over runs of whole texts. [R, n].
@@ -212,8 +216,15 @@ def _over_pairs(
             found.append(coverage(series, method, size)[0])
     shown = [x for x in found if not math.isnan(x)]
     low, middle = np.quantile(shown, [0.1, 0.5])
-    length = f"{tokens:,}" if tokens else "as recorded"
-    return [name, length, str(len(shown)), f"{middle:.1f}", f"{low:.1f}", f"{min(shown):.1f}", str(sum(x < 93 for x in shown))]
+    return [
+        name,
+        f"{tokens:,}" if tokens else "as recorded",
+        str(len(shown)),
+        f"{middle:.1f}",
+        f"{low:.1f}",
+        f"{min(shown):.1f}",
+        str(sum(x < 93 for x in shown)),
+    ]
 
 
 def _of_texts(repetitions: int, seed: int) -> Iterator[list[str]]:
@@ -303,7 +314,7 @@ def main() -> None:
         "--repetitions", type=int, default=2000, help="of a cell; of the bootstraps and of each pair of records, a quarter"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", type=Path, default=Path(__file__).parents[1] / "leaderboard/results")
+    parser.add_argument("--records", type=Path, default=RESULTS)
     asked = parser.parse_args()
     few, error = asked.repetitions // 4, 1.96 * math.sqrt(95 * 5 / asked.repetitions)
     print(f"`{' '.join(['python', *sys.argv])}`: {asked.repetitions:,} repetitions; a coverage of 95 is known to ±{error:.1f}")
