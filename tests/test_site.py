@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 from factories import EVIL, changed, edit, record
+from playwright.sync_api import expect
 from test_feed import answered, everything, noisy, of_budgets
 
 from kvbench.harness.report import feed as feeds
@@ -129,15 +130,15 @@ def test_a_suite_is_loaded_when_it_is_chosen_and_a_missing_file_is_named(opened,
     page = opened(embedded=room)
     assert sorted(path.stem for path in (tmp_path / site.FOLDER).iterdir()) == sorted([asks, other])
     page.select_option("#suite", asks)
-    page.wait_for_function("document.getElementById('sentence').textContent.includes('h2o')")
+    expect(page.locator("#sentence")).to_contain_text("h2o")
     assert "answers 50 % [35, 65] right" in page.inner_text("#sentence")
     assert page.inner_text("#loading") == ""
     page.select_option("#suite", other)
-    page.wait_for_function("document.getElementById('sentence').textContent.startsWith('No record of this suite')")
+    expect(page.locator("#sentence")).to_contain_text("No record of this suite")
     (tmp_path / site.FOLDER / f"{asks}.js").unlink()
     page.reload()
     page.evaluate("suite => { location.hash = `suite=${suite}`; }", asks)
-    page.wait_for_function("document.getElementById('loading').textContent.includes('is missing')")
+    expect(page.locator("#loading")).to_contain_text("is missing")
     assert page.locator("main section:visible").count() == 0
     opened.logged.clear()  # the browser reports the missing file
 
