@@ -20,6 +20,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.tasks import streameval
 from kvbench.harness.tasks.arc_stream import ArcStream, ArcStreamOptions
 from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
@@ -190,6 +191,12 @@ def test_held_is_what_kept_says(policy, held):
     rows = [h for layer in read.kept() for h in layer[0]] if policy.caches else [list(range(40, 50))]
     expected = sum(p in row for row in rows for p in held) / (len(rows) * len(held))
     assert read.held(held) == pytest.approx(expected)
+
+
+def test_accuracy_is_the_share_of_all_answers_that_are_right():
+    answers = [{"right": right, "held": None, "reach": None} for right in (True, False, True, True)]
+    figures = answer_figures(answers)
+    assert [figures[name] for name in ("questions", "right", "accuracy", "outcomes")] == [4, 3, 3 / 4, "1011"]
 
 
 def test_wilson_is_that_of_the_published_examples():

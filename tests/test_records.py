@@ -33,6 +33,9 @@ def test_a_finished_cell_is_found_only_with_its_key_and_its_trace(tmp_path: Path
     store.write(made, trace)
     assert store.finished(made) == made
     assert store.finished(record(key="z" * 64)) is None
+    same_file = record(key=made.key[:-1] + "z")
+    assert store.path(same_file) == store.path(made), "file names have the beginning of a key"
+    assert store.finished(same_file) is None
     store.trace_path(made).unlink()
     assert store.finished(made) is None
 
