@@ -27,7 +27,7 @@ CODED = CacheConfig(Dense(), kv=Codec("int4"))
 RUNS = CacheConfig(SinkWindow(4), 40, evict=16)
 BY_KERNEL = replace(PLAIN_WALK, step_kernel=True)
 
-pytestmark = [needs_compiler, pytest.mark.fast]
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_a_prompt_of_any_length_is_cut_at_any_capacity(policies, data):
 
 
 @every_policy
-@pytest.mark.parametrize("evict", [1, 5])
+@pytest.mark.parametrize("evict", [1, pytest.param(5, marks=pytest.mark.slow("takes seconds"))])
 def test_blocks_are_the_same_tokens_one_by_one(name, evict, policies):
     """Budgets that are an outcome are blocks of a prompt and after it."""
     policy, tokens = policies[name], tokens_of(LENGTH, 2)

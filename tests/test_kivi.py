@@ -24,9 +24,6 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.snapkv import SnapKV
 
-pytestmark = pytest.mark.fast
-
-
 SMALL = Kivi("kivi2", 4, residual=8)
 CODECS = [SMALL, Kivi("kivi4", 2, residual=2), Kivi("kivi4", 8, residual=24)]
 

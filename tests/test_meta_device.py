@@ -169,6 +169,7 @@ def test_families(family, policy):
     assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("family", [name for name in FAMILY_SIZES if name not in {*REFUSED, "phimoe", "gpt2"}])
 def test_steps_of_every_family_can_be_captured(family):
     """Filling, and evicting, for every family that passes the self-check. transformers' GPT-2 looks for padding at each step."""
@@ -201,6 +202,7 @@ def test_a_prompt_that_is_evicted_once(policy, mode):
     read_in(read, [1, 3, 1])
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", [name for name in evicting() if name not in DECIDED_BY_THE_PROMPT])
 def test_every_cadence_with_a_prompt(name, policies):
     """Tables of budgets are made by the host, which copies them, and waits for nothing."""
@@ -211,6 +213,7 @@ def test_every_cadence_with_a_prompt(name, policies):
     read_in(read, [5, 1])
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("codec", [Codec("int4", sinks=2, recent=3), Kivi("kivi2", 4, residual=4)], ids=str)
 @pytest.mark.parametrize("evict", [1, "prompt"])
 def test_coded_caches(codec, evict):
@@ -297,6 +300,7 @@ def test_the_code_around_flex_attention(monkeypatch, mode, kernels):
     assert launched == ({"rotate", "merge"} if kernels else set())
 
 
+@pytest.mark.slow("takes seconds")
 @needs_triton
 @pytest.mark.parametrize(("policy", "mode"), [(p, m) for p in CACHED for m in MODES if m == "cache" or p in IN_EVERY_MODE])
 def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):

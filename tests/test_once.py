@@ -17,8 +17,6 @@ from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
-pytestmark = pytest.mark.fast
-
 
 def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, method: Method = EAGER):
     """A decoder that has read a prompt, and its logits."""

@@ -21,9 +21,6 @@ from kvbench.policies.random import Random
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
 
-pytestmark = pytest.mark.fast
-
-
 CAPACITY = 9
 
 

@@ -21,8 +21,6 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
 
-pytestmark = pytest.mark.fast
-
 
 def text_of(length: int, prefix: int) -> TokenStream:
     ids = np.concatenate([np.full(prefix, 7), np.random.default_rng(0).integers(0, 96, length)])
