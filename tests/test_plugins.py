@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,36 @@ def test_the_list_names_what_is_broken_and_lists_the_others(package, capsys):
     assert keeps["h2o"].startswith("Keep the `window` newest tokens")
     assert keeps["window"]
     assert len(keeps) == len(plugins.policy_names()) + 1
+
+
+def test_the_help_names_commands_of_packages_without_importing_them(package, capsys):
+    code, out, _ = bench(capsys, "--help")
+    assert code == 0
+    assert len(re.findall(r"^  (?:greet|crash|gone_too|number) +Command of the package theirs\.$", out, re.M)) == 4
+    assert "Show the facts that a bug report needs" in out  # a built-in name means our command
+    assert "theirs_commands" not in sys.modules
+
+
+def test_a_command_of_a_package_is_run_like_ours(package, capsys):
+    assert bench(capsys, "greet", "--name", "her", "--debug") == (0, "hello her\n", "")
+    assert "greet [OPTIONS]\n\nOptions:\n  --name TEXT" in bench(capsys, "greet", "--help")[1]
+    assert bench(capsys, "greet", "--nam") == (2, "", "bench: No such option '--nam'. Did you mean '--name'?\n")
+    assert bench(capsys, "greet", "--name", "nobody") == (2, "", "bench: greet: nobody is there\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("crash", "the plug-in 'crash' failed: ZeroDivisionError: division by zero (theirs_commands.py:15, in crash)"),
+        ("gone_too", "the plug-in 'gone_too' (theirs_commands:gone) can't be loaded: AttributeError"),
+        ("number", "the plug-in 'number' (theirs:NUMBER) is not a click.Command"),
+    ],
+)
+def test_a_broken_command_of_a_package_is_one_line(package, capsys, command, says):
+    code, out, err = bench(capsys, command)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"bench: {says}")
+    assert "Traceback" in bench(capsys, command, "--debug")[2]
 
 
 def test_a_name_that_two_packages_use_means_the_first(package):
