@@ -221,7 +221,7 @@ def _read_listed(folder: Path, cell_id: str, files: CellFiles) -> Record:
 
 
 def _list_files(folder: Path) -> dict[str, CellFiles]:
-    """All records and traces of a folder, with their hashes."""
+    """List all records and traces of a folder, with their hashes."""
     store = RecordStore(folder)
     records, problems = store.read_all()
     if problems or not records:
@@ -240,7 +240,7 @@ def _list_files(folder: Path) -> dict[str, CellFiles]:
 
 
 def _foreign_files(folder: Path) -> Iterator[Path]:
-    """What a folder holds besides a baseline: everything, if there is no baseline."""
+    """Yield the paths in a folder that don't belong to a baseline: all of them if there is no baseline."""
     expected = _baseline_files(folder)
     for root, folders, files in os.walk(folder):
         here = Path(root)
@@ -284,7 +284,7 @@ def _exchange(target: Path, records: Path) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """If a killed update moved the old baseline aside, move it back."""
+    """Move the old baseline back if a killed update moved it aside."""
     if folder.exists() or not folder.parent.is_dir():
         return
     for left in sorted(folder.parent.iterdir()):

@@ -183,14 +183,14 @@ def themed(spec: dict[str, Any], theme: str) -> dict[str, Any]:
 
 
 def _fill(value: Any, scale: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """The same JSON, with every scale of marks replaced."""
+    """Return a copy of the JSON with every scale of marks replaced."""
     if isinstance(value, dict):
         return scale(value) if "marks" in value and "names" in value else {k: _fill(part, scale) for k, part in value.items()}
     return [_fill(part, scale) for part in value] if isinstance(value, list) else value
 
 
 def make_visible(value: Any) -> Any:
-    """The same JSON, with invisible characters in its strings escaped."""
+    """Return a copy of the JSON with invisible characters in its strings escaped."""
     if isinstance(value, dict):
         return {key: make_visible(part) for key, part in value.items()}
     if isinstance(value, list):

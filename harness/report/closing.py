@@ -220,7 +220,7 @@ def _shown(columns: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _longer_text(records: Sequence[Record]) -> str:
-    """What to set so that the text has an interval, and the time that takes; empty if it has one. records: of one text."""
+    """Return the options that give the text an interval, and the time needed; empty if it has one. records: of one text."""
     scored = [(r, metrics) for r in records if (metrics := r.measured(NllMetrics))]
     if not scored:
         return ""

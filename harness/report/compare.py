@@ -86,7 +86,7 @@ def token_differences(traces: Traces) -> NDArray[np.float64] | None:
 
 
 def setup_changes(a: Record, b: Record, *packages: str) -> str:
-    """In words, which of device, threads, instructions, TF32 and package versions differ; empty if none."""
+    """Describe the differences in device, threads, instructions, TF32 and package versions; empty if there are none."""
     names = ("device", "threads", "instructions", "tf32")  # older records lack some
     pairs = [(n, getattr(a.facts, n), getattr(b.facts, n)) for n in names]
     pairs += [(n, a.facts.versions.get(n), b.facts.versions.get(n)) for n in packages]
@@ -200,7 +200,7 @@ def matched(a: Sequence[Record], b: Sequence[Record]) -> list[tuple[Record, Reco
 
 @dataclass(frozen=True)
 class JudgedMetric:
-    """One metric of one pair of records."""
+    """Comparison of a metric between two records."""
 
     a: Record
     b: Record
@@ -222,7 +222,7 @@ class JudgedMetric:
         }  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, unrounded."""
+        """Return all figures, unrounded."""
         return {"cell": self.cell, "cell_ids": [self.a.cell_id, self.b.cell_id], **vars(self.difference)}
 
 

@@ -1,4 +1,4 @@
-"""What is doubtful about a record, and what is wrong with a row, in sentences."""
+"""Describe doubts about records and faults of rows, in sentences."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _about(record: Record, dense: Record | None) -> Iterator[str]:
 
 
 def _model(record: Record) -> tuple[str, ...]:
-    """What its weights and tokenizer came from."""
+    """Return the identity of the record's weights and tokenizer: model id, revision and hash."""
     model = record.cell.model
     return model.id, str(model.revision), record.facts.weights_sha256
 

@@ -41,7 +41,7 @@ class Records(list[Record]):
         return DataFrame.from_records(rows(self))
 
     def _repr_html_(self) -> str:
-        """For notebooks: the table that `bench run` prints."""
+        """Return the table that `bench run` prints, as HTML for notebooks."""
         from pandas import DataFrame
 
         return str(DataFrame.from_records(summary_rows(self)).to_html(index=False, na_rep=""))
@@ -62,7 +62,7 @@ def load_records(folder: str | Path, *, all_versions: bool = False) -> Records:
 
 
 def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row per record. Models, tasks, options and parameters are shown where records differ in them."""
+    """Return one row per record. Models, tasks, options and parameters are shown where records differ in them."""
     models = {r.cell.model.id for r in records}
     tasks = _distinct_names(records, "task", lambda r: r.cell.task.name)
     policies = _distinct_names(records, "parameters", lambda r: r.cell.policy)
@@ -111,7 +111,7 @@ FORMATS = (".parquet", ".csv")
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row per record: `model.id`, `task.tokens`, `parameters.sinks`, `metrics.nll`, `facts.device` and so on.
+    """Return one row per record: `model.id`, `task.tokens`, `parameters.sinks`, `metrics.nll`, `facts.device` and so on.
 
     Lists (buckets, blocks, rounds) are left out: they are in the records.
     """

@@ -27,7 +27,7 @@ Measured = tuple[Sequence[Record], Path]  # records, and the folder of their fil
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of one cell.
+    """Result of a check of a cell.
 
     Attributes:
         cell: description of the cell.
@@ -90,7 +90,7 @@ def exit_code(findings: Sequence[Finding], allow_better: bool = False) -> Exit:
 
 
 def verdict(findings: Sequence[Finding], allow_better: bool = False) -> str:
-    """In a line: what the findings say, and how many checks that is."""
+    """Summarise the findings and the number of checks in a line."""
     counts = Counter(f.state for f in findings)
     compared = f"{len(findings) - counts['not compared']} of {len(findings)} checks compared"
     left_out = Counter(f.check for f in findings if f.state == "not compared")
@@ -138,7 +138,7 @@ def _majority(repeats: Sequence[Finding]) -> Finding | None:
 
 
 def _check_times(base: Sequence[Record], run: Sequence[Record], bands: Mapping[str, Band]) -> Iterator[Finding]:
-    """Only the checks of time and memory, on the cells that were measured without failure."""
+    """Check only time and memory, of the cells that were measured without failure."""
     ours = {r.cell_id: r for r in run if r.status == "ok"}
     for record in (r for r in base if r.cell_id in ours):
         for result in gate_times.timed(Pair(record, ours[record.cell_id], (Path(), Path()), run, base), bands):
@@ -146,7 +146,7 @@ def _check_times(base: Sequence[Record], run: Sequence[Record], bands: Mapping[s
 
 
 def _all_checks(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
-    """All checks of a cell, up to the first figure of a wrong type."""
+    """Yield the results of all checks of a cell, up to the first figure of a wrong type."""
     try:
         yield from _cell(pair, bands)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

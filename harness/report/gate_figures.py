@@ -27,7 +27,7 @@ Result = tuple[str, State, str]  # (check, state, figures)
 
 @dataclass(frozen=True)
 class Pair:
-    """The same cell, measured then and now.
+    """Records of a cell: the baseline's and the one to judge.
 
     Attributes:
         base: the baseline's record.
@@ -45,7 +45,7 @@ class Pair:
 
     @cached_property
     def setup_changes(self) -> str:
-        """In words, which of device, threads, instructions, TF32 and torch differ; empty on the same machine."""
+        """Differences in device, threads, instructions, TF32 and torch; empty on the same machine."""
         return setup_changes(self.base, self.now, "torch")
 
     @cached_property
@@ -206,7 +206,7 @@ def answers(pair: Pair) -> Iterator[Result]:
 
 
 def _changed(base: list[dict[str, Any]], now: list[dict[str, Any]], keys: tuple[str, ...] | None) -> dict[int, str]:
-    """What changed first in the line of each question that changed. keys: to compare; all that the baseline has when None."""
+    """Return the first change in each changed question's line. keys: to compare; all keys of the baseline when None."""
     return {
         number: f"{key} {_short(a.get(key))} -> {_short(b.get(key))}"
         for number, (a, b) in enumerate(zip(base, now, strict=True))
@@ -265,7 +265,7 @@ def flags(pair: Pair) -> Iterator[Result]:
 
 
 def different_data(pair: Pair) -> str:
-    """In words, how text or weights differ, so that figures can't be compared; empty if they don't."""
+    """Describe how text, task version or weights differ, so that figures can't be compared; empty if they agree."""
     texts = ("text (token ids)", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
     versions = ("version of the task", pair.base.data.task_version or "first", pair.now.data.task_version or "first")
     for what, base, now in (texts, versions, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):

@@ -104,7 +104,7 @@ def _line(question: dict[str, Any], site: str) -> str:
 
 
 def _flagged(question: dict[str, Any], budget: dict[str, Any]) -> str:
-    """What is wrong with rows of a budget or with what they are compared with; empty if nothing is."""
+    """Describe faults of a budget's rows and of the references they are compared with; empty if there are none."""
     by_status: dict[str, list[str]] = {}
     for row in (*budget["rows"], *question["references"]):
         if row["status"] != "ok":

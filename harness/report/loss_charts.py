@@ -18,7 +18,7 @@ _MOST_LOST = 25  # % of perplexity; a cache that loses more is left out, and the
 
 
 def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
-    """One line per policy; one interval each if there is a single budget. None if no policy has a loss with an interval.
+    """Draw a line per policy, or an interval each for a single budget. None if no policy has a loss with an interval.
 
     Policies that lose so much that the others would share a line are left out.
 
@@ -119,7 +119,7 @@ def over_bytes(equal: dict[str, Any], name: str) -> chart.Chart:
 
 
 def panel(equal: dict[str, Any]) -> dict[str, Any]:
-    """One panel, without its size."""
+    """Return the spec of a panel, without its size."""
     of_text = equal["measure"] == "perplexity"
     values = [value for row in equal["rows"] if (value := _value(row, of_text, equal["dtype"])) is not None]
     values.sort(key=lambda v: (v["share"], v["y"] if of_text else -v["y"]))

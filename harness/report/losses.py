@@ -1,4 +1,4 @@
-"""What the page says, for notebooks and papers: a frame of the feed's rows, the comparison of two policies, and figures."""
+"""Contents of the page for notebooks and papers: a frame of the feed's rows, comparisons of two policies, and figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ABOUT = ("suite", "model", "subject")  # of a question, in every frame
 
 
 def losses(records: Sequence[Record]) -> DataFrame:
-    """One row per policy, capacity and question, as `feed.json` has them: by budget and rank, after them the references.
+    """Return a row per policy, capacity and question, as in `feed.json`: by budget and rank, then the references.
 
     `loss`, `low` and `high` are to `reference`, in `unit`; above 0 is worse. `interval` is the same as text, `+2.1 [+1.9, +2.3]`.
     `perplexity` and `right` (%) are the figures themselves. `kv_share` is of dense's bytes, `ms` is per token. `status` is ok, or
@@ -77,7 +77,7 @@ def _typed(frame: DataFrame) -> DataFrame:
 
 
 def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
-    """What policy `a` loses to policy `b`, one row per question and budget; above 0, `a` is worse.
+    """Return the loss of policy `a` relative to policy `b`, one row per question and budget; above 0, `a` is worse.
 
     The intervals are those of the page: among the caches of a budget they are corrected for the number of pairs. `loss` is
     missing where the two can't be paired.
@@ -133,7 +133,7 @@ def _compared(question: Question, row: Row, base: Row, names: dict[str, str]) ->
 
 
 def charts(made: dict[str, Any]) -> list[chart.Chart]:
-    """What each policy loses at each budget: a chart per question of the feed whose losses have intervals."""
+    """Draw each policy's loss at each budget: a chart per question of the feed whose losses have intervals."""
     return [drawn for question in made["questions"] if (drawn := over_budgets(question, question["id"]))]
 
 

@@ -1,4 +1,4 @@
-"""Which records can be compared, over which tokens, and their paired difference.
+"""Pair records: which can be compared, over which tokens, and their paired difference.
 
 A policy that recomputes its window may score only every `stride`-th token. The others score all tokens and also record
 their sums over every `stride`-th (`on_stride`), so that each can be compared with it. Such a policy never thins the comparison
@@ -142,7 +142,7 @@ def mean_nll(record: Record, capacity: int, read: int | None = None) -> float | 
 
 
 class Units(NamedTuple):
-    """What an interval is computed over, after a cache has filled.
+    """Units that an interval is computed over, after a cache has filled.
 
     Attributes:
         nll: sum of NLL in each unit. [n].
@@ -179,7 +179,7 @@ def units(blocks: StrideBlocks, capacity: int, stream_tokens: int | None, prefix
 
 
 def after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None, prefix: int) -> NDArray[np.bool_]:
-    """Which runs of `size` positions lie entirely after the cache has filled, in each stream. [runs] bool."""
+    """Return which runs of `size` positions lie entirely after the cache has filled, in each stream. [runs] bool."""
     starts = np.arange(runs) * size
     if stream_tokens is None:
         return starts >= capacity + 1
@@ -209,7 +209,7 @@ def on_all_tokens(metrics: NllMetrics, prefix: int = 0, read: int | None = None)
 
 
 def on_stride(metrics: NllMetrics, prefix: int = 0, read: int | None = None) -> StrideBlocks | None:
-    """The same over every `stride`-th token; None if there are no such sums."""
+    """Return the sums over every `stride`-th token; None if the record has none."""
     sums = metrics.on_stride
     return sums if sums is None or read is None else _beginning(sums, (prefix + read) // sums.size)
 
@@ -325,7 +325,7 @@ def common_perplexity(record: Record, common: Common) -> float | None:
 
 
 def describe_tokens(records: Sequence[Record], common: Common) -> str:
-    """In words, the tokens that every row is over."""
+    """Describe the tokens that every row covers."""
     if common.read is not None:
         return f"the first {common.read:,} tokens, which every row read" + (f", one in {common.stride}" * (common.stride > 1))
     scored = next((m.on_stride for r in records if (m := r.measured(NllMetrics)) and not scores_all(r)), None)

@@ -1,4 +1,4 @@
-"""Which policies are better than others at 95 % confidence: paired differences, corrected for the number of pairs.
+"""Rank policies by paired differences at 95 % confidence, corrected for the number of pairs.
 
 A pair has one interval, and everything that is said of the two follows from it: one beats the other if the interval excludes 0.
 """
@@ -83,7 +83,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Change:
-    """What the second of a pair loses to the first: nats per token, or the share of right answers. Above 0 is worse.
+    """Loss of a pair's second record relative to the first: nats per token, or share of right answers. Above 0 is worse.
 
     Attributes:
         value: the difference.
@@ -103,7 +103,7 @@ class Change:
         return (self.low > 0) - (self.high < 0)
 
     def reversed(self) -> Change:
-        """What the first loses to the second."""
+        """Return the loss of the first record relative to the second."""
         return Change(-self.value, None if self.high is None else -self.high, None if self.low is None else -self.low)
 
 
@@ -127,7 +127,7 @@ class Comparison:
 
 
 def nll_comparison(a: Record, b: Record) -> Comparison | None:
-    """What b loses to a, in nats per token; None if the two can't be paired."""
+    """Return the loss of b relative to a, in nats per token; None if the two can't be paired."""
     found = paired(b, a)
     return None if found is None else compared(found, found.p)
 

@@ -16,7 +16,7 @@ from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
 
 def short_names(policies: Sequence[Row]) -> list[str]:
-    """Each policy with the settings in which it differs from others of its name and capacity; its format, if there are several.
+    """Name each row: policy, settings that differ among rows of its name and capacity, and format if there are several.
 
     A format says how large a token is, so it tells more than a capacity.
     """
@@ -65,7 +65,7 @@ def _settings(row: Row) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy at one capacity, with all its records of a suite and model on one machine."""
+    """Policy at a capacity, with all its records of a suite and model on one machine."""
 
     records: Sequence[Record]
 
@@ -134,7 +134,7 @@ class Row:
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
-    """One row per policy and capacity, in the order of the records, which are of one suite, model and machine."""
+    """Return a row per policy and capacity, in the order of the records, which are of one suite, model and machine."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell

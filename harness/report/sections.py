@@ -90,7 +90,7 @@ def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
 
 
 def _setup(record: Record) -> str:
-    """What else the time of a step depends on."""
+    """Describe the threads and instructions that the time of a step depends on."""
     threads, instructions = record.facts.threads, record.facts.instructions
     return ", ".join([*([f"threads {threads}"] if threads else []), *([instructions] if instructions else [])])
 
@@ -180,7 +180,7 @@ def _step_figures(record: Record) -> list[dict[str, Any]]:
 
 
 def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
-    """One figure over steps, a line per training, or per training and policy."""
+    """Return the panel of a figure over steps, with a line per training, or per training and policy."""
     scale: dict[str, Any] = (
         {"type": "log"} if figure == _PERPLEXITY else {} if any(v["value"] for v in values) else {"domain": [0, 1]}
     )

@@ -38,7 +38,7 @@ class Answers:
 
     @property
     def share(self) -> float:
-        """Of right answers."""
+        """Share of right answers."""
         return self.right / self.questions
 
     @property

@@ -1,4 +1,4 @@
-"""What a task declares about its records: figures, how to recompute them, what pages show, and how two are compared."""
+"""Declarations of a task about its records: figures, how to recompute them, page contents, and comparisons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Traces = tuple[Path | None, Path | None]  # files of two records' per-token figu
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric of two records.
+    """Difference of two records in a metric.
 
     Attributes:
         metric: name.
@@ -66,7 +66,7 @@ def _headline(record: Record, columns: Sequence[str] = ()) -> str:
 
 
 def _body(records: Sequence[Record], columns: Sequence[str] = ()) -> list[str | Chart]:
-    """One row per record, one column per plain number."""
+    """Return a table with a row per record and a column per plain number."""
     names = list(columns) or list(dict.fromkeys(name for r in records for name in _plain(r)))
     rows = []
     for record in records:

@@ -27,7 +27,7 @@ CACHELESS = ("recompute_window", "recompute_sink_window")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """Result of verifying a record.
 
     Attributes:
@@ -64,10 +64,10 @@ def problems(record: Record, folder: Path) -> list[str] | None:
     return verify(record, folder).problems
 
 
-def verify(record: Record, folder: Path) -> Verdict:
+def verify(record: Record, folder: Path) -> Verification:
     """Recompute a record's figures; a failed one has none. folder: of the record's file and its trace."""
     if record.status != "ok":
-        return Verdict([], [])
+        return Verification([], [])
     path = None if record.trace is None else folder / Path(record.trace.file).name
     missing = path is not None and not os.path.lexists(stored(path))
     wrong = [*([] if missing else _trace_problems(record, path)), *_keep_map_problems(record, folder)]
@@ -85,10 +85,10 @@ def verify(record: Record, folder: Path) -> Verdict:
         if not _equal(f.recorded, f.expected, f.tolerance)
     ]
     if missing:
-        return Verdict(wrong or None, [])
+        return Verification(wrong or None, [])
     names = [n for n in record.metrics.as_json() if n not in _NOT_FIGURES]
     names += ["facts.tokens_per_second"] if record.facts.tokens_per_second is not None else []
-    return Verdict(wrong, [n for n in names if n not in figures])
+    return Verification(wrong, [n for n in names if n not in figures])
 
 
 def _trace_problems(record: Record, path: Path | None) -> list[str]:
@@ -113,7 +113,7 @@ def _keep_map_problems(record: Record, folder: Path) -> list[str]:
 
 
 def _from_record(record: Record, _: Path | None) -> Iterator[Figure]:
-    """All figures that need no trace."""
+    """Yield all figures that need no trace."""
     metrics = record.metrics.as_json()
     for name, expected in task_of(record).derived(record):
         yield Figure(name, _lookup(metrics, name), expected)

@@ -1,4 +1,4 @@
-"""Which policy does best for a model at a budget, over all that was asked: a sentence and a table, from the feed alone."""
+"""Find the best policy for a model at a budget, over all questions: a sentence and a table, from the feed alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Which policy does best.
+class BestPolicy:
+    """Best policy for a model at a budget.
 
     Attributes:
         sentence: who, in what, and who is better elsewhere.
@@ -38,7 +38,7 @@ class Answer:
     rows: Sequence[dict[str, str]]
 
 
-def which(records: Sequence[Record], model: str, budget: int) -> Answer:
+def which(records: Sequence[Record], model: str, budget: int) -> BestPolicy:
     """The answer for a model at a budget in tokens, from what was measured."""
     once = evicting("prompt")
     questions = sorted(
@@ -62,7 +62,7 @@ def which(records: Sequence[Record], model: str, budget: int) -> Answer:
     sentence = _sentence(leaders) if any(leaders.values()) else " ".join(findings) or "no policy was measured in this time."
     measured = {head: len(rows) for head, _, rows in asked}
     table = [{head: row.get(head, "") for head in columns} for row in ordered]
-    return Answer(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", table)
+    return BestPolicy(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", table)
 
 
 def _certainty(records: Sequence[Record], counts: dict[str, int]) -> str:
@@ -99,7 +99,7 @@ def _leads(row: dict[str, Any]) -> bool:
 
 
 def _figure(row: dict[str, Any], measure: str) -> str:
-    """What it loses of perplexity, or its share of right answers; for a reference, its perplexity."""
+    """Return a row's loss of perplexity or its share of right answers; for a reference, its perplexity."""
     if measure == "answers":
         return f"{100 * row['answers'][0]['share']:.0f} %" if row["answers"] else ""
     if row["loss"] is not None:
@@ -108,7 +108,7 @@ def _figure(row: dict[str, Any], measure: str) -> str:
 
 
 def _sentence(leaders: dict[str, list[str]]) -> str:
-    """Who leads in everything, or who in what. leaders: of what was asked, those that no other beats at 95 % confidence."""
+    """Name the policies that lead everywhere, or each question's leaders: those that none beats at 95 % confidence."""
     judged = {head: names for head, names in leaders.items() if names}
     everywhere = [name for name in next(iter(judged.values())) if all(name in names for names in judged.values())]
     if everywhere:

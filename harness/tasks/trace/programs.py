@@ -124,7 +124,7 @@ def sources(program: Program) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgedAnswer:
     """Judgement of an answer.
 
     Attributes:
@@ -151,7 +151,7 @@ class Answer:
     reads: list[Judgement]
 
 
-def judged(prompt: str, answer: str, options: TraceOptions) -> Answer:
+def judged(prompt: str, answer: str, options: TraceOptions) -> JudgedAnswer:
     """Compare an answer with the trace of the program in its prompt."""
     program, words = Program.from_prompt(prompt.split()), answer.split()
     steps = list(itertools.islice(program.steps(), 2 * options.steps))
@@ -165,7 +165,7 @@ def judged(prompt: str, answer: str, options: TraceOptions) -> Answer:
         for place, (word, match, source) in enumerate(zip(trace[:counted], matches, places, strict=False))
         if word.isdigit() and len(source) == 1
     ]
-    return Answer(
+    return JudgedAnswer(
         right=words == trace, words=len(words), words_right=words_right, matches=sum(matches),
         final=_last_values(program, words) == steps[-1].values, ending=_ending(words, len(program.lines) * options.step),
         told=[] if program.tell is None else list(_told(words, program.tell, options.step)), reads=reads,
