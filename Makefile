@@ -30,7 +30,7 @@ real: .venv/smollm2 $(if $(DATA),,.cache/real/python-reference.txt)  ## SmolLM2 
 	$(BIN)/python -c 'from pydoc_data.topics import topics; print(*map(topics.get, sorted(topics)), sep="\n\n")' > $@
 
 leaderboard: .venv/ready  ## the published page, from the published records
-	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
+	$(BIN)/bench leaderboard --results leaderboard/records --out leaderboard/README.md --site $(SITE)
 
 test: .venv/ready  ## all tests but those of lab/, and that what microbench times still runs
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not alone' --durations=25 --benchmark-disable --ignore tests/lab \
@@ -101,7 +101,7 @@ gpu:  ## all that needs a GPU, in calls of under ten minutes that go on where th
 
 GPU_TREE ?= gpu-tree.tar.gz
 gpu-tree:  ## the commit without the published records, which `make gpu` does not need: an archive for another machine
-	git archive --output '$(GPU_TREE)' HEAD -- . ':(exclude)leaderboard/results'
+	git archive --output '$(GPU_TREE)' HEAD -- . ':(exclude)leaderboard/records'
 
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be brought along in .whl/
@@ -121,10 +121,10 @@ clean:
 .PHONY: docs picture validity
 
 docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
-	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
+	$(BIN)/bench leaderboard --results leaderboard/records --out leaderboard/README.md --site $(SITE)
 	$(BIN)/python -m mkdocs build --strict
 
-picture: .venv/ready  ## pictures, tables and figures of the README and of docs, from the records in leaderboard/results
+picture: .venv/ready  ## pictures, tables and figures of the README and of docs, from the records in leaderboard/records
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/images/zoo.py
 	$(BIN)/python docs/images/recall.py
@@ -133,7 +133,7 @@ picture: .venv/ready  ## pictures, tables and figures of the README and of docs,
 	$(BIN)/python docs/images/equal.py
 	PYTHONPATH=docs:tests $(BIN)/python -m cogapp -r -P README.md $$(grep -l '\[\[\[cog' docs/*.md docs/*/*.md)
 
-validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results
+validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/records
 	$(BIN)/python -m kvbench.lab.studies.validity
 
 .venv/docs: .venv/ready

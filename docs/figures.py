@@ -34,7 +34,7 @@ def vectors() -> str:
 
 def _vectors() -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each model's name and figures."""
-    folders = (zoo.RESULTS / "attention_builtin", zoo.RESULTS / "smollm2_attention")
+    folders = (zoo.RESULTS / "attention_builtin.jsonl", zoo.RESULTS / "smollm2_attention.jsonl")
     for record in (record for folder in folders for record in RecordStore(folder).read_all()[0]):
         metrics = record.measured(AttentionMetrics)
         if metrics is None or not record.cell.is_dense:
@@ -106,7 +106,7 @@ def leads() -> str:
 def _programs() -> dict[tuple[str, int, str], list[float]]:
     """Return the share of seeds that solve each program in `stream` positions, by policy, capacity and moment."""
     cells: dict[tuple[str, int, str], list[list[int]]] = {}
-    for record in RecordStore(zoo.RESULTS / "long_answers").read_all()[0]:
+    for record in RecordStore(zoo.RESULTS / "long_answers.jsonl").read_all()[0]:
         metrics, cell = record.measured(TraceMetrics), record.cell
         options = cell.task_options(TraceOptions)
         if metrics is None or options.samples > 1 or options.teacher or cell.positions != "stream" or cell.capacity is None:

@@ -15,7 +15,7 @@ from kvbench.harness.report.markdown import table
 from kvbench.harness.report.pairing import mean_of, paired
 from kvbench.harness.report.ranks import holm
 
-RESULTS = Path(__file__).parents[1] / "leaderboard" / "results"
+RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
 BUDGET = 256  # tokens per KV head in the tables of SmolLM2
 _CONTROL = "random, with sinks and recent tokens"
 _NAMES = {"dense": "dense (keeps everything)", "random": _CONTROL}
@@ -24,7 +24,7 @@ _NAMES = {"dense": "dense (keeps everything)", "random": _CONTROL}
 @cache
 def measured(suite: str) -> list[Record]:
     """Return the successful records of a suite."""
-    records, _ = RecordStore(RESULTS / suite.replace("-", "_")).read_all()
+    records, _ = RecordStore(RESULTS / f"{suite.replace('-', '_')}.jsonl").read_all()
     return [record for record in records if record.status == "ok"]
 
 

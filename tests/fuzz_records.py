@@ -26,16 +26,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from stored import RECORDS, working_copy
+
 from kvbench.harness.cli import main as bench
 from kvbench.harness.core.errors import Exit
-from kvbench.harness.core.packed import content, packed, stored
 from kvbench.harness.records import RecordStore, digest
 
 ROOT = Path(__file__).parents[1]
 BASELINE = ROOT / "leaderboard/baselines/quickstart"
 SOUND = {  # valid records of each task
-    BASELINE / "quickstart": {"perplexity": 4, "streameval": 4, "latency": 4, "memory": 2},
-    ROOT / "leaderboard/results/zeroshot_builtin": {"lm_eval": 6},
+    BASELINE: {"perplexity": 4, "streameval": 4, "latency": 4, "memory": 2},
+    RECORDS: {"lm_eval": 6},
 }
 HANGS = 600  # seconds: a busy machine is no hang
 NESTED: Any = [[]]
@@ -54,10 +55,11 @@ class Hang(BaseException):
     """A command did not end in time."""
 
 
-def sound() -> list[tuple[Path, str]]:
-    """Files of valid records, and the task of each."""
+def sound(scratch: Path) -> list[tuple[Path, str]]:
+    """Files of valid records in a working folder, and the task of each."""
     found = []
-    for folder, wanted in SOUND.items():
+    for number, (source, wanted) in enumerate(SOUND.items()):
+        folder = working_copy(source, scratch / f"{number}")
         left = Counter(wanted)
         for path, record in sorted(RecordStore(folder).files(), key=lambda x: hashlib.sha256(x[0].name.encode()).digest()):
             task = record.cell.task.name
@@ -146,7 +148,7 @@ def spoil_trace(path: Path, draw: random.Random) -> None:
     if not record["trace"]:
         return
     trace = path.parent / record["trace"]["file"]
-    stored(trace).unlink(missing_ok=True)
+    trace.unlink(missing_ok=True)
     header = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999,), }"
     spoilt = draw.choice([b"", b"\x93NUMPY", header.ljust(127) + b"\n", b"{}\n", b"[[[\n", b"null\n" * 9, draw.randbytes(99)])
     how = draw.random()
@@ -213,17 +215,18 @@ def fuzz(mutations: int, seed: int = 0, at_once: int = 5, told: Callable[[str], 
         How often each command ended in each way, e.g. "leaderboard: exit 0".
     """
     draw, seen = random.Random(seed), Counter[str]()
-    files = sound()
-    for number in range(0, mutations, at_once):
-        with tempfile.TemporaryDirectory() as name:
-            scratch = Path(name)
-            cell = _folder(scratch / "results", files, draw, min(at_once, mutations - number))
-            for verb in verbs(scratch / "results", scratch, cell):
-                end, err = outcome(*verb)
-                seen[f"{' '.join(map(str, verb[: 2 if verb[0] == 'records' else 1]))}: {end}"] += 1
-                if end in ("crashed", "hangs"):
-                    told(f"mutations {number} to {number + at_once - 1}, {verb}: {end}\n{err}")
-        seen["mutations"] += min(at_once, mutations - number)
+    with tempfile.TemporaryDirectory() as sources:
+        files = sound(Path(sources))
+        for number in range(0, mutations, at_once):
+            with tempfile.TemporaryDirectory() as name:
+                scratch = Path(name)
+                cell = _folder(scratch / "results", files, draw, min(at_once, mutations - number))
+                for verb in verbs(scratch / "results", scratch, cell):
+                    end, err = outcome(*verb)
+                    seen[f"{' '.join(map(str, verb[: 2 if verb[0] == 'records' else 1]))}: {end}"] += 1
+                    if end in ("crashed", "hangs"):
+                        told(f"mutations {number} to {number + at_once - 1}, {verb}: {end}\n{err}")
+            seen["mutations"] += min(at_once, mutations - number)
     return seen
 
 
@@ -236,8 +239,6 @@ def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, co
         path.parent.mkdir(exist_ok=True)
         for file in source.parent.glob(f"{glob_escaped(source.stem)}.*"):
             shutil.copy(file, path.parent)
-        path.write_bytes(content(source))
-        packed(path).unlink(missing_ok=True)
         if number not in chosen:
             continue
         how = draw.random()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -82,8 +81,7 @@ class Experiment:
                 records = RecordStore(copy).read_all()[0]
                 findings = gate.check((self.records, self.folder), (records, copy), self.about.bands)
                 return self._outcome(name, tampering.caught, findings)
-            shutil.copytree(self.folder, copy)
-            tampering.change(copy)
+            tampering.change(copied(self.folder, copy))
             try:
                 baseline.load(copy)
             except UserError as error:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.harness.core.packed import content, packed, stored, unpacked
+from stored import working_copy
+
 from kvbench.harness.report.baseline import FILE
 
 Edit = Callable[[dict[str, Any]], None]  # changes a record's JSON value
@@ -31,9 +32,8 @@ class Tampering:
 
 
 def _records(folder: Path, task: str) -> list[Path]:
-    """Records of a task, by the name that they have when they are not packed."""
-    files = sorted(unpacked(path) for pattern in ("*.json", "*.json.bz2") for path in folder.rglob(pattern))
-    found = [path for path in files if json.loads(content(path))["cell"]["task"]["name"] == task]
+    """Records of a task."""
+    found = [path for path in sorted(folder.rglob("*.json")) if json.loads(path.read_text())["cell"]["task"]["name"] == task]
     assert found, f"no records of {task} in {folder}"
     return found
 
@@ -43,10 +43,9 @@ def edited(task: str, edit: Edit) -> Callable[[Path], None]:
 
     def change(folder: Path) -> None:
         for path in _records(folder, task):
-            value = json.loads(content(path))
+            value = json.loads(path.read_text())
             edit(value)
             path.write_text(json.dumps(value, indent=1), encoding="utf-8")
-            packed(path).unlink(missing_ok=True)
 
     return change
 
@@ -99,7 +98,7 @@ def _failed(value: dict[str, Any]) -> None:
 
 
 def _delete(folder: Path) -> None:
-    stored(_records(folder, "perplexity")[0]).unlink()
+    _records(folder, "perplexity")[0].unlink()
 
 
 def _trace(folder: Path) -> Path:
@@ -144,7 +143,7 @@ TAMPERED: dict[str, Tampering] = {
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """Records to tamper with: those of a baseline, without its manifest."""
-    shutil.copytree(folder, to)
-    (to / FILE).unlink(missing_ok=True)
+    """A baseline to tamper with, with a file for each record."""
+    working_copy(folder, to)
+    shutil.copy(folder / FILE, to / FILE)
     return to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import injected
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from conftest import bench
 from factories import record
-from tampered import TAMPERED
+from tampered import TAMPERED, copied
 
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.records import RecordStore
@@ -163,7 +164,8 @@ def test_what_comes_into_the_folder_meanwhile_is_not_lost(folder, tmp_path, monk
 
 @pytest.mark.parametrize("name", [name for name, t in TAMPERED.items() if t.side == "baseline"])
 def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
-    TAMPERED[name].change(folder)
+    shutil.move(folder, folder.with_name("published"))
+    TAMPERED[name].change(copied(folder.with_name("published"), folder))
     code, _, err = bench(capsys, "check", "--baseline", folder, "--results", folder)
     assert (code, err.count("\n")) == (Exit.MISTAKE, 1)
     assert "restore it" in err

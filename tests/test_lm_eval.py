@@ -22,8 +22,8 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import chi2, chi2_contingency
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import json_lines
 from kvbench.harness.core.intervals import wilson
-from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.arguments import Arguments

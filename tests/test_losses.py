@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from stored import RECORDS
 from test_closing import measured
 
 from kvbench import compare, load_records, losses
@@ -21,12 +22,12 @@ LOST = {"value": "loss", "low": "low", "high": "high", "to_name": "reference"}
 
 @cache
 def published():
-    return feed.feed(load_records(ROOT / "leaderboard/results/budget"))["questions"]
+    return feed.feed(load_records(RECORDS / "budget.jsonl"))["questions"]
 
 
 @pytest.fixture(scope="module")
 def records():
-    return load_records(ROOT / "leaderboard/results/budget")
+    return load_records(RECORDS / "budget.jsonl")
 
 
 @pytest.fixture(scope="module")

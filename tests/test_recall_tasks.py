@@ -6,18 +6,17 @@ import dataclasses
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
+from stored import RECORDS
 
-from kvbench.harness.core.packed import json_lines
+from kvbench.harness.core.files import json_lines
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.records import RecordStore
+from kvbench.harness.records.beside import open_trace
 from kvbench.harness.report.verify import problems
 from kvbench.harness.tasks.lm_eval.measure import question_start
-
-RESULTS = Path(__file__).parents[1] / "leaderboard/results/recall"
 
 
 def documents(kind: str) -> list[dict]:
@@ -76,9 +75,9 @@ def test_a_needle_stands_once_in_the_first_half_of_prose():
 
 def test_a_published_answer_that_was_judged_otherwise_is_found(tmp_path):
     """Its trace and its figures agree with each other, but not with what was said."""
-    files = [(p, r) for p, r in RecordStore(RESULTS).files() if r.cell.policy == "h2o"]
+    files = [(p, r) for p, r in RecordStore(RECORDS / "recall.jsonl").files() if r.cell.policy == "h2o"]
     path, record = next((p, r) for p, r in files if r.cell.options["tasks"] == "kvbench_once")
-    samples = json_lines(path.with_suffix(".samples.jsonl"))
+    samples = json_lines(open_trace(record, path.parent))
     assert problems(record, path.parent) == []
     wrong = next(s for s in samples if s["score"] == 0)
     wrong["said"], wrong["score"] = [f"{wrong['target']} # = 62"], 1.0

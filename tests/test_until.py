@@ -17,6 +17,7 @@ from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
+from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.report.pairing import common_tokens, on_common, paired, perplexity
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
@@ -233,6 +234,6 @@ def test_a_look_is_verified_where_the_last_text_has_no_scored_token(tmp_path, mo
     (tmp_path / f"{reference.stem}.json").write_text(json.dumps(reference.as_json()))
     made, _ = measured(WORSE, options, tmp_path, RecomputeWindow(), reference)
     made.cell = made.cell.model_copy(update={"policy": "recompute_window"})
-    figures = Perplexity.from_trace(made, tmp_path / "window.nll.npy")
+    figures = Perplexity.from_trace(made, TraceFile((tmp_path / "window.nll.npy").read_bytes(), tmp_path, tmp_path))
     assert made.metrics.texts.tokens[::3] == [0, 0]
     assert figures["looks"] == made.metrics.looks.model_dump()

@@ -30,7 +30,7 @@ from kvbench.harness.report.sources import open_folder
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import cell_from_spec, load, shipped_suites, with_references
 
-RESULTS = "leaderboard/results"
+RESULTS = "leaderboard/records"
 _NOT_OF_FIGURES = {*gate_times.CHECKS, "method", "flags", "quality"}  # checks of the code or the machine, not of a record
 _LOCAL_PATH = re.compile(r'"((?:/[\w.+-]+){2,}|~/|[A-Za-z]:\\\\)')
 _ORIGIN = ("device", "platform", "threads", "weights_sha256", "policy_sha256")

@@ -15,14 +15,14 @@ from kvbench.harness.report.sections import KEPT
 from kvbench.harness.tasks.attention.schema import AttentionMetrics
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+RESULTS = FOLDER.parents[1] / "leaderboard" / "records"
 TRAININGS = {"backcopy": "learned positions", "backcopy_rope": "RoPE"}
 _ALT = "Attention to the first token, norm of its value, and the cost of losing it, over training steps on Bigram-Backcopy."
 
 
 def measured(results: Path = RESULTS) -> list[tuple[str, int, Record]]:
     """(training, step, record) of the models that a training kept, in order of steps."""
-    records, _ = RecordStore(results / "backcopy").read_all()
+    records, _ = RecordStore(results / "backcopy.jsonl").read_all()
     kept = [(KEPT.fullmatch(record.cell.model.id), record) for record in records if record.status == "ok"]
     found = [(name[1], int(name[2]), record) for name, record in kept if name]
     return sorted(found, key=lambda row: row[:2])

@@ -13,7 +13,7 @@ from kvbench.harness.report.feed import feed
 from kvbench.harness.report.loss_charts import over_budgets
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+RESULTS = FOLDER.parents[1] / "leaderboard" / "records"
 PICTURES = {  # file: folder of records, and the policies that it shows; None: all
     "quality-against-bytes": ("budget", None),
     "smollm2-budgets": ("smollm2_step", ("dense", "h2o", "random", "sink_window")),
@@ -22,7 +22,7 @@ PICTURES = {  # file: folder of records, and the policies that it shows; None: a
 
 def question(suite: str, policies: Sequence[str] | None = None, results: Path = RESULTS) -> dict[str, Any]:
     """Return the feed's question about a suite's text at `cache` positions: what each policy loses at each budget."""
-    records = [r for r in RecordStore(results / suite).read_all()[0] if r.cell.positions == "cache"]
+    records = [r for r in RecordStore(results / f"{suite}.jsonl").read_all()[0] if r.cell.positions == "cache"]
     shown = [r for r in records if policies is None or (r.cell.policy in policies and r.cell.parameters.get("sinks", 4) == 4)]
     asked = feed(shown)["questions"]
     (of_text,) = (question for question in asked if question["measure"] == "perplexity")

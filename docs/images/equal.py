@@ -12,7 +12,7 @@ from kvbench.harness.report.feed import feed
 from kvbench.harness.report.loss_charts import panel
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+RESULTS = FOLDER.parents[1] / "leaderboard" / "records"
 PANELS = {  # how a subject of the feed begins, and the panel's title
     "prose": ("generated prose", "next words of prose"),
     "stream": ("StreamEval", "a line 10 lines back (StreamEval)"),
@@ -25,7 +25,7 @@ _ALT = "Quality over the bytes held, a colour a policy, a shape a format of K an
 
 def measured(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """The feed's items of equal bytes, by panel."""
-    items = feed(RecordStore(results / "equal_bytes").read_all()[0])["equal_bytes"]
+    items = feed(RecordStore(results / "equal_bytes.jsonl").read_all()[0])["equal_bytes"]
     found = {name: [item for item in items if item["subject"].startswith(start)] for name, (start, _) in PANELS.items()}
     return {name: min(those, key=lambda item: len(item["subject"])) for name, those in found.items()}  # "once" begins two
 

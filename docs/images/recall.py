@@ -13,7 +13,7 @@ from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report.chart import Chart, draw, write
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+RESULTS = FOLDER.parents[1] / "leaderboard" / "records"
 TASKS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")
 POSITIONS = "stream"  # of the picture: public codes leave the keys of a prompt where they were
 QUESTIONS = {"seen": "cut after the question; stream positions", "unseen": "cut before the question; stream positions"}
@@ -26,7 +26,7 @@ def measured(results: Path = RESULTS, positions: str = POSITIONS) -> list[Record
 
     Left out are policies whose size follows from the prompt: they keep two thirds of it, and answer accordingly.
     """
-    records, _ = RecordStore(results / "recall").read_all()
+    records, _ = RecordStore(results / "recall.jsonl").read_all()
     records = [r for r in records if r.status == "ok" and (r.cell.capacity is not None or r.cell.policy == "dense")]
     records = [r for r in records if r.cell.positions == positions or r.cell.policy == "dense"]
     return [r for r in records if str(r.cell.options.get("tasks", "")).removeprefix("kvbench_") in TASKS]

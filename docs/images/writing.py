@@ -13,7 +13,7 @@ from kvbench.harness.tasks.trace import still_right
 from kvbench.harness.tasks.trace.schema import TraceOptions
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+RESULTS = FOLDER.parents[1] / "leaderboard" / "records"
 CAPACITY, EVICT = 192, "step"
 POSITIONS = ("stream", "cache")  # a panel each
 _ALT = "Share of answers without a wrong word, over the words written, a line a policy, a panel for each mode of positions."
@@ -21,7 +21,7 @@ _ALT = "Share of answers without a wrong word, over the words written, a line a 
 
 def measured(positions: str, results: Path = RESULTS, capacity: int = CAPACITY) -> list[Record]:
     """The greedy answers of one mode of positions, evicted at every step; and dense."""
-    records, _ = RecordStore(results / "long_answers").read_all()
+    records, _ = RecordStore(results / "long_answers.jsonl").read_all()
     greedy = [r for r in records if r.status == "ok" and _is_greedy(r.cell.task_options(TraceOptions))]
     return [r for r in greedy if r.cell.policy == "dense" or (r.cell.capacity == capacity and _is_shown(r.cell, positions))]
 

@@ -18,7 +18,7 @@ from kvbench.harness.report.pairing import mean_of, paired, question
 from kvbench.harness.report.ranks import holm
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+RESULTS = FOLDER.parents[1] / "leaderboard" / "records"
 MOMENTS = {"step": "at every step", "prompt": "once, after the prompt"}
 PANELS = {  # title of two panels: the folder of records of each moment, and tokens per head
     "SmolLM2": ({"step": "smollm2_step", "prompt": "smollm2_prompt"}, 256),
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 def measured(suite: str = "zoo", capacity: int = 64, results: Path = RESULTS) -> list[Record]:
     """The perplexity records of a suite at one capacity, and dense."""
-    records, _ = RecordStore(results / suite).read_all()
+    records, _ = RecordStore(results / f"{suite}.jsonl").read_all()
     of_text = [r for r in records if r.status == "ok" and r.cell.task.name == "perplexity" and not r.cell.stored]
     return [r for r in of_text if r.cell.capacity in (None, capacity)]
 

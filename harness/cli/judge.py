@@ -39,7 +39,7 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     that read the same text are compared token by token, or question by question.
 
     \b
-    bench compare leaderboard/results
+    bench compare leaderboard/records
     bench compare HEAD~1 HEAD
     bench compare before/ after/ --markdown
     bench compare results/.../h2o-*.json results/.../sink_window-*.json

@@ -73,7 +73,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
 
     \b
     bench leaderboard
-    bench leaderboard --results leaderboard/results --out leaderboard/README.md
+    bench leaderboard --results leaderboard/records --out leaderboard/README.md
     bench leaderboard --out - --paper -
     bench leaderboard --figures figures --format svg
     """

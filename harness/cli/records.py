@@ -14,12 +14,12 @@ from kvbench.harness.core.visible import visible
 
 @click.group()
 def records() -> None:
-    """Verify records, compress them, or export them to a table.
+    """Verify records, publish them, or export them to a table.
 
     \b
     bench records verify
-    bench records verify leaderboard/results
-    bench records pack leaderboard/results
+    bench records verify leaderboard/records
+    bench records publish results leaderboard/records
     bench records export records.parquet
     """
 
@@ -61,16 +61,27 @@ def verify(folder: str) -> None:
 
 
 @records.command()
-@click.argument("folder", type=FILLED)
-def pack(folder: str) -> None:
-    """Compress the records of FOLDER and their answers where they lie, to about a quarter. Every command reads both forms."""
-    from kvbench.harness.records import pack as compress
+@click.argument("source", metavar="FROM", type=FILLED)
+@click.argument("target", metavar="TO", type=FILLED)
+@click.option("--arrays", is_flag=True, help="Also traces with a number per token, which are large.")
+def publish(source: str, target: str, arrays: bool) -> None:
+    """Copy the records of FROM into the published folder TO, which has two files per suite.
 
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder}: no such folder")
-    files = list(compress(writable(Path(folder))))
-    size = sum(file.stat().st_size for file in files)
-    click.echo(f"{len(files)} files compressed to {size / 2**20:.1f} MiB -> {folder}")
+    SUITE.jsonl has a line per record, SUITE.parquet the long lists and the traces. A record replaces an older one of the same
+    cell and key. Every command reads both kinds of folders.
+
+    \b
+    bench records publish results leaderboard/records
+    """
+    from kvbench.harness.records import publish as copied
+
+    if not Path(source).exists():
+        raise UserError(f"{source}: no such folder")
+    counts = copied(Path(source), writable(Path(target)), arrays)
+    for suite, count in counts.items():
+        click.echo(f"{suite}: {count} records are new or changed -> {Path(target) / suite}.jsonl")
+    if not counts:
+        raise UserError(f"{source}: no records there: run a suite first, or name another folder")
 
 
 @records.command()

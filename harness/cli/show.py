@@ -136,17 +136,16 @@ def _found(name: str, results: Path) -> tuple[Record, Path]:
     Raises:
         UserError: there is none, or several cells have ids that begin like this.
     """
-    from kvbench.harness.core.packed import stored
-    from kvbench.harness.records import Problem, RecordStore, newest, read
+    from kvbench.harness.records import Problem, Record, RecordStore, newest, read
 
-    if not re.fullmatch("[0-9a-f]{8,64}", name) or stored(Path(name)).exists():
+    if not re.fullmatch("[0-9a-f]{8,64}", name) or Path(name).exists():
         record = read(Path(name))
         if isinstance(record, Problem):
             raise UserError(f"{name}: {record.reason}")
         return record, Path(name).parent
-    store = RecordStore(results)
-    matches = newest([r for r in store.read_all()[0] if r.cell_id.startswith(name)])
+    files = [(path, r) for path, r in RecordStore(results).files() if isinstance(r, Record) and r.cell_id.startswith(name)]
+    matches = newest([r for _, r in files])
     if len(matches) != 1:
         count = "no record has a cell id that begins" if not matches else f"{len(matches)} cell ids begin"
         raise UserError(f"{name}: in {results}, {count} like this")
-    return matches[0], store.path(matches[0]).parent
+    return matches[0], next(path.parent for path, r in files if r is matches[0])

@@ -20,7 +20,6 @@ import tqdm
 from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
 
-from kvbench.harness.core import packed
 from kvbench.harness.core.errors import UserError, did_you_mean, first_line
 from kvbench.harness.models.hub import quiet as quiet_hub
 
@@ -51,7 +50,7 @@ def keep_requests_apart(command: Sequence[str]) -> None:
         elif not word.startswith("--cache_requests="):
             parts.append(word)
             if (path := Path(word.partition("=")[2] or word)).is_file():
-                parts.append(packed.digest(path))
+                parts.append(hashlib.sha256(path.read_bytes()).hexdigest())
     cache.PATH = str(Path(cache.PATH) / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16])
 
 

@@ -1,4 +1,4 @@
-"""Records: one JSON file per cell, and the folder that holds them. Imports no torch."""
+"""Records: what was measured, and the folders that hold them. Imports no torch."""
 
 from kvbench.harness.records.record import (
     MIGRATIONS,
@@ -11,9 +11,9 @@ from kvbench.harness.records.record import (
     newest,
     read,
 )
-from kvbench.harness.records.store import LOCK, RecordStore, pack
+from kvbench.harness.records.store import LOCK, RecordStore, publish
 
 __all__ = [
     "LOCK", "MIGRATIONS", "NUMERICS_VERSION", "RECORD_VERSION", "Problem", "Record", "RecordStore", "digest", "from_the_future",
-    "newest", "pack", "read",
+    "newest", "publish", "read",
 ]  # fmt: skip

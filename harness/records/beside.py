@@ -2,28 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import io
+import os
 from pathlib import Path
+from typing import Self
 
-from kvbench.harness.core.packed import digest, stored
-from kvbench.harness.records.facts import KeepMap, Trace
-from kvbench.harness.records.record import Record
+from kvbench.harness.records import published
+from kvbench.harness.records.record import Problem, Record, read
 
 
-def files_beside(record: Record) -> Sequence[Trace | KeepMap]:
-    """The trace and the keep map, if there are."""
-    return [part for part in (record.trace, record.facts.keep_map) if part is not None]
+class TraceFile(io.BytesIO):
+    """A trace, read; a file that `np.load` and `json_lines` take.
+
+    Attributes:
+        path: for messages.
+        folder: holds the record's file; of a published record, that of its suite.
+    """
+
+    def __init__(self, content: bytes, path: Path, folder: Path) -> None:
+        super().__init__(content)
+        self.path, self.folder = path, folder
+
+    def rewound(self) -> Self:
+        """The same file, at its beginning."""
+        self.seek(0)
+        return self
+
+    def problem(self, sha256: str) -> str:
+        """What is wrong with the content; empty if it is what was measured."""
+        return "" if hashlib.sha256(self.getbuffer()).hexdigest() == sha256 else _CHANGED
+
+
+_CHANGED = "has changed since it was measured: its sha256 differs"
+
+
+def open_trace(record: Record, folder: Path) -> TraceFile | Problem | None:
+    """The trace of a record; None if there is none. folder: of the record's file."""
+    if record.trace is None:
+        return None
+    path = folder / Path(record.trace.file).name
+    if os.path.lexists(path):
+        if path.is_symlink() or not path.is_file():
+            return Problem(path, "is not a regular file")
+        try:
+            return TraceFile(path.read_bytes(), path, folder)
+        except OSError as error:
+            return Problem(path, f"can't be read ({error})")
+    file = published.suite_file(folder, record)
+    suite = published.load(file) if file.exists() else None
+    content = suite.trace(record) if isinstance(suite, published.Suite) else None
+    return None if content is None else TraceFile(content, file.with_suffix(published.PARQUET) / path.name, folder)
+
+
+def read_beside(record: Record, name: str, folder: Path) -> Record | Problem:
+    """Another record of the same suite and model. name: of its file. folder: of the file of `record`."""
+    other = read(folder / name)
+    file = published.suite_file(folder, record)
+    suite = published.load(file) if isinstance(other, Problem) and file.exists() else None
+    if isinstance(suite, published.Suite):
+        stem = name.removesuffix(".json")
+        return next((r for r in suite.having(stem.rpartition("-")[0][-8:]) if r.stem == stem), other)
+    return other
 
 
 def file_problem(path: Path, sha256: str) -> str:
-    """What is wrong with a file that a record names, plain or compressed; empty if it is what was measured, and no link."""
-    path = stored(path)
+    """What is wrong with a file that a record names; empty if it is what was measured, and no link."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return "is not a regular file"
     if not path.exists():
         return "is missing"
     try:
-        same = digest(path) == sha256
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except OSError as error:
         return f"can't be read ({error})"
-    return "" if same else "has changed since it was measured: its sha256 differs"
+    return "" if same else _CHANGED

@@ -17,7 +17,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.packed import content, stored
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data, Facts, Failure, Trace
@@ -119,9 +118,11 @@ class Record:
     @property
     def stem(self) -> str:
         """File name without suffix: readable, and unique for cell id and key."""
-        cell = self.cell
-        words = [cell.policy, *(f"c{c}" for c in [cell.capacity] if c is not None)]
-        return "-".join([*(slug(w) for w in words), self.cell_id[:8], self.key[:8]])
+        return file_stem(self.cell.policy, self.cell.capacity, self.cell_id, self.key)
+
+    def as_text(self) -> str:
+        """The text of its file in a working folder."""
+        return json.dumps(self.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _iso_time(text: str) -> str:
@@ -168,18 +169,28 @@ class Problem:
     reason: str
 
 
+def file_stem(policy: str, capacity: int | None, cell_id: str, key: str) -> str:
+    """File name of a record without suffix."""
+    words = [policy, *(f"c{c}" for c in [capacity] if c is not None)]
+    return "-".join([*(slug(w) for w in words), cell_id[:8], key[:8]])
+
+
 def read(path: Path) -> Record | Problem:
-    """Read a record from its file, plain or compressed. Never raises and never blocks, whatever the file is."""
-    path = stored(path)
+    """Read a record from its file. Never raises and never blocks, whatever the file is."""
     try:
-        reason = _why_not_opened(path.stat())
+        reason = why_not_opened(path.stat(), _MAX_FILE_BYTES)
         if reason is not None:
             return Problem(path, reason)
-        value = from_json(content(path, _MAX_FILE_BYTES), allow_inf_nan=False)  # nesting that is too deep is a ValueError
+        value = from_json(path.read_bytes(), allow_inf_nan=False)  # nesting that is too deep is a ValueError
     except FileNotFoundError:
         return Problem(path, "does not exist")
     except (OSError, ValueError) as error:
         return Problem(path, f"not readable as JSON ({type(error).__name__})")
+    return parse(value, path)
+
+
+def parse(value: Any, path: Path) -> Record | Problem:
+    """A record from its JSON, whatever that is. path: of its file, for messages."""
     if not isinstance(value, dict) or type(value.get("version")) is not int:
         return Problem(path, "not a record")
     if value["version"] > RECORD_VERSION:
@@ -202,11 +213,11 @@ def read(path: Path) -> Record | Problem:
     return record
 
 
-def _why_not_opened(status: os.stat_result) -> str | None:
+def why_not_opened(status: os.stat_result, most_bytes: int) -> str | None:
     """Why a file is not opened; reading a pipe, for example, would block."""
     if not stat.S_ISREG(status.st_mode):
         return "not a regular file"
-    return f"larger than {_MAX_FILE_BYTES >> 20} MiB" if status.st_size > _MAX_FILE_BYTES else None
+    return f"larger than {most_bytes >> 20} MiB" if status.st_size > most_bytes else None
 
 
 def from_the_future(records: Iterable[Record], now: datetime.datetime) -> list[Record]:

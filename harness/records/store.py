@@ -1,35 +1,39 @@
-"""The folder of records: one file per cell, written atomically. Imports no torch."""
+"""A folder of records: one file per cell, or two files per suite. Imports no torch."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import itertools
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvbench.harness.core import packed
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, put_in_place, remove_partials
 from kvbench.harness.core.locks import OWNER_SUFFIX, HeldError, locked
-from kvbench.harness.records.beside import files_beside
+from kvbench.harness.records import published
+from kvbench.harness.records.beside import TraceFile, open_trace
 from kvbench.harness.records.facts import Trace
 from kvbench.harness.records.record import MAX_CLOCK_SKEW, Problem, Record, parse_time, read, slug
 
 LOCK = ".running"  # lock file in a suite's folder during a run
 
 
+_ARRAYS = (".nll.npy", ".attention.npz", ".divergence.npy")  # traces with a number per token, which hardly get smaller
+_EARLIEST = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 FEED = "feed.json"  # lies beside the pages, so it may be in the folder of records; no record has this name
 
 
 class RecordStore:
-    """The folder of records: `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`, or the same with `.bz2`."""
+    """A folder of records, of either form or of both.
+
+    A working folder has a file per cell, `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`, with its trace beside it.
+    A published folder has two files per suite, `<suite>.jsonl` and `<suite>.parquet` (`published.py`).
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Use a folder, which need not exist yet."""
+        """Use a folder, which need not exist yet, or the JSONL file of a published suite."""
         self.folder = folder
 
     def path(self, record: Record) -> Path:
@@ -78,8 +82,8 @@ class RecordStore:
         """
         latest = now
         named = f"*-{record.cell_id[:8]}-*.json"
-        for path in itertools.chain(*(self.path(record).parent.glob(named + end) for end in ("", packed.SUFFIX))):
-            other = read(path)
+        others = [(path, read(path)) for path in self.path(record).parent.glob(named)]
+        for path, other in [*others, *self._published(record)]:
             if isinstance(other, Problem) or other.cell_id != record.cell_id:
                 continue
             then = parse_time(other.finished)
@@ -106,11 +110,8 @@ class RecordStore:
             target = self.trace_path(record, suffix)
             record.trace = Trace(file=target.name, sha256=hashlib.sha256(trace.read_bytes()).hexdigest())
             put_in_place(trace, target)
-            packed.packed(target).unlink(missing_ok=True)
         with atomic_write(path) as file:
-            json.dump(record.as_json(), file, indent=1, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-        packed.packed(path).unlink(missing_ok=True)
+            file.write(record.as_text())
         return path
 
     def finished(self, record: Record, keep_map: str | None = None) -> Record | None:
@@ -119,26 +120,36 @@ class RecordStore:
         Args:
             keep_map: it must have a keep map of these steps, too; it need not when None.
         """
-        stored = read(self.path(record))
-        if isinstance(stored, Problem) or stored.status != "ok" or (stored.cell_id, stored.key) != (record.cell_id, record.key):
-            return None
-        named = [] if stored.trace is None else [stored.trace.file]
-        if keep_map is not None:
-            if stored.facts.keep_map is None or stored.facts.keep_map.steps != keep_map:
-                return None
-            named.append(stored.facts.keep_map.file)
-        return stored if all(packed.stored(self.path(stored).parent / name).exists() for name in named) else None
+        path = self.path(record)
+        for place, stored in ((path, read(path)), *self._published(record)):
+            if isinstance(stored, Problem) or stored.status != "ok":
+                continue
+            if (stored.cell_id, stored.key) == (record.cell_id, record.key) and _is_whole(stored, place.parent, keep_map):
+                return stored
+        return None
+
+    def _published(self, record: Record) -> list[tuple[Path, Record]]:
+        """The published records of a cell."""
+        path = published.suite_file(self.folder, record)
+        suite = published.load(path) if path.exists() else None
+        return [(path, other) for other in suite.having(record.cell_id)] if isinstance(suite, published.Suite) else []
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
-        """Every file of the folder with its record, or its problem, ordered by path. A compressed one has the plain one's path.
+        """Every record of the folder with its file, or the problem of that file, ordered by path.
+
+        The path of a published record names a line, such as `zoo.jsonl:17`. Its trace is found by the path's parent.
 
         Raises:
-            UserError: the folder is a file.
+            UserError: the folder is a file, and not that of a published suite.
         """
-        if self.folder.exists() and not self.folder.is_dir():
+        is_suite = self.folder.suffix == published.JSONL
+        if self.folder.exists() and not (self.folder.is_dir() or is_suite):
             raise UserError(f"{self.folder} is a file; pass the folder that holds the records")
-        for path in sorted(set(_json_files(self.folder))):
-            if path.name != FEED:
+        for path in [self.folder] if is_suite and self.folder.exists() else sorted(_record_files(self.folder)):
+            if path.suffix == published.JSONL:
+                suite = published.load(path)
+                yield from [(suite.path, suite)] if isinstance(suite, Problem) else suite.records()
+            elif path.name != FEED:
                 yield path, read(path)
 
     def read_all(self) -> tuple[list[Record], list[Problem]]:
@@ -147,29 +158,82 @@ class RecordStore:
         return [x for x in contents if isinstance(x, Record)], [x for x in contents if isinstance(x, Problem)]
 
 
-def pack(folder: Path) -> Iterator[Path]:
-    """Compress the records of a folder and their traces of JSON lines where they lie. Yields the compressed files.
+def publish(source: Path, target: Path, arrays: bool = False) -> dict[str, int]:
+    """Copy the records of a folder into a published one. Returns the number of new or changed records of each suite.
 
-    Arrays stay as they are: they hardly get smaller, and are mapped into memory.
+    A record replaces one of the same cell and key that is not newer. Records of the same cell with other keys stay.
+
+    Args:
+        source: folder of either form.
+        target: published folder.
+        arrays: publish traces that hold a number per token, too (`.nll.npy`, `.attention.npz`, `.divergence.npy`).
 
     Raises:
-        UserError: the folder is a file.
-        OSError: it can't be written to.
+        UserError: a file is no record, or a trace is not what was measured.
+        OSError: the target can't be written to.
     """
-    for path, record in RecordStore(folder).files():
-        if isinstance(record, Record):
-            lines = [path.with_name(part.file) for part in files_beside(record) if part.file.endswith(".jsonl")]
-            for file in (*lines, path):
-                if file.is_file() and not file.is_symlink():
-                    yield packed.write_packed(file, file.read_bytes())
+    changed: dict[Path, list[tuple[Path, Record]]] = {}
+    for path, record in RecordStore(source).files():
+        if isinstance(record, Problem):
+            raise UserError(f"{path}: {record.reason}")
+        changed.setdefault(published.suite_file(target, record), []).append((path, record))
+    return {path.stem: _publish_suite(path, records, arrays) for path, records in changed.items()}
 
 
-def _json_files(folder: Path) -> Iterator[Path]:
+def _publish_suite(path: Path, records: list[tuple[Path, Record]], arrays: bool) -> int:
+    """Merge records into the files of one suite; path: of its JSONL file."""
+    known: dict[tuple[str, str], published.Published] = {}
+    for place, record in RecordStore(path).files():
+        if isinstance(record, Problem):
+            raise UserError(f"{place}: {record.reason}")
+        known[record.cell_id, record.key] = published.Published(record, _content(record, place.parent))
+    before = dict(known)
+    for place, record in records:
+        key, content = (record.cell_id, record.key), None
+        if arrays or record.trace is None or not record.trace.file.endswith(_ARRAYS):
+            content = _content(record, place.parent)
+        old = known.get(key)
+        if old is None or (parse_time(old.record.finished) or _EARLIEST) <= (parse_time(record.finished) or _EARLIEST):
+            same = old is not None and old.record.trace == record.trace
+            known[key] = published.Published(record, old.trace if old is not None and same and content is None else content)
+    count = sum(before.get(key) != entry for key, entry in known.items())
+    if count:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        published.write(path, known.values())
+    return count
+
+
+def _content(record: Record, folder: Path) -> bytes | None:
+    """The content of a record's trace; None if there is none.
+
+    Raises:
+        UserError: it is not what was measured.
+    """
+    trace = open_trace(record, folder)
+    if trace is None or record.trace is None:
+        return None
+    problem = trace.reason if isinstance(trace, Problem) else trace.problem(record.trace.sha256)
+    if isinstance(trace, Problem) or problem:
+        raise UserError(f"{trace.path}: {problem}")
+    return trace.getvalue()
+
+
+def _is_whole(record: Record, folder: Path, keep_map: str | None) -> bool:
+    """Whether a record's trace exists, and its keep map if one of these steps is needed."""
+    if keep_map is not None:
+        kept = record.facts.keep_map
+        if kept is None or kept.steps != keep_map or not (folder / kept.file).exists():
+            return False
+    return record.trace is None or isinstance(open_trace(record, folder), TraceFile)
+
+
+def _record_files(folder: Path) -> Iterator[Path]:
     """Files that may be records. Hidden folders, Python environments and links to folders are not ours to read."""
     if not folder.is_dir() or (folder / "pyvenv.cfg").exists():
         return
     for entry in os.scandir(folder):
-        if entry.name.endswith((".json", f".json{packed.SUFFIX}")):
-            yield packed.unpacked(folder / entry.name)
+        path = folder / entry.name
+        if path.suffix == ".json" or (path.suffix == published.JSONL and entry.is_file() and published.is_published(path)):
+            yield path
         elif entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-            yield from _json_files(folder / entry.name)
+            yield from _record_files(path)

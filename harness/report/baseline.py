@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -14,18 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
-from kvbench.harness.core.packed import digest, stored, unpacked
-from kvbench.harness.records import LOCK, Problem, Record, RecordStore, read
+from kvbench.harness.records import LOCK, Problem, Record, RecordStore, publish, published
+from kvbench.harness.records.beside import TraceFile, open_trace
 from kvbench.harness.report.gate_times import Band
 
 FILE = "baseline.yaml"
 _HEAD = "# Written by `bench baseline update`; don't edit.\n"
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 _SHA256 = Field(pattern="^[0-9a-f]{64}$")
-
-
-class OutdatedBaselineError(UserError):
-    """A baseline in the format from before hashes."""
 
 
 class MeasuredWith(BaseModel):
@@ -53,11 +50,11 @@ class MeasuredWith(BaseModel):
 
 
 class CellFiles(BaseModel):
-    """The files of a cell, relative to the baseline's folder, and their hashes.
+    """The files of a cell as a working folder has them, with their hashes. A baseline holds the content of these files.
 
     Attributes:
         status: of the record.
-        record: its file.
+        record: its file, such as `suite/model/name.json`.
         sha256: of the record's file.
         trace: the trace's file, if there is one.
         trace_sha256: of the trace's file.
@@ -114,7 +111,6 @@ def parse(path: Path) -> Baseline:
 
     Raises:
         UserError: the file is missing or not a baseline.
-        OutdatedBaselineError: it has no hashes.
     """
     try:
         value: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -122,8 +118,6 @@ def parse(path: Path) -> Baseline:
         raise UserError(f"{path.parent}: no baseline ({FILE} is missing); 'bench baseline update' makes one") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a baseline ({type(error).__name__})") from None
-    if isinstance(value, dict) and {"suite", "why"} <= set(value) and "cells" not in value:
-        raise OutdatedBaselineError(f"{path}: has no hashes of its records: make it again with 'bench baseline update'")
     try:
         return Baseline.model_validate(value)
     except ValidationError as error:
@@ -146,12 +140,11 @@ def load(folder: Path) -> tuple[Baseline, list[Record]]:
     """
     _recover(folder)
     baseline = parse(folder / FILE)
-    records = [_read_listed(folder, cell_id, files) for cell_id, files in baseline.cells.items()]
-    listed = {folder / files.record for files in baseline.cells.values()}
-    extra = sorted({path for path, _ in RecordStore(folder).files()} - listed)
+    stored = _stored(folder)
+    extra = [path for name, (path, _) in stored.items() if name not in {files.record for files in baseline.cells.values()}]
     if extra:
         raise UserError(f"{extra[0]}: {FILE} does not list this record: move it out of the baseline")
-    return baseline, records
+    return baseline, [_listed(folder, cell_id, files, stored) for cell_id, files in baseline.cells.items()]
 
 
 def store(folder: Path, baseline: Baseline, records: Path) -> None:
@@ -160,19 +153,19 @@ def store(folder: Path, baseline: Baseline, records: Path) -> None:
     Args:
         folder: where to put it.
         baseline: its description; `cells` is filled in here.
-        records: folder of its records and traces, on the same file system; it is moved.
+        records: working folder of its records and traces, on the same file system as `folder`; it is published.
 
     Raises:
         UserError: the folder holds something other than a baseline.
     """
     target = replaceable(folder)
-    for lock in records.rglob(LOCK):
-        lock.unlink()
     baseline = baseline.model_copy(update={"cells": _list_files(records)})
-    with atomic_write(records / FILE) as file:
+    files = records.with_name(f"{records.name}.published")
+    publish(records, files, arrays=True)
+    with atomic_write(files / FILE) as file:
         file.write(text(baseline))
     target.parent.mkdir(parents=True, exist_ok=True)
-    _exchange(target, records)
+    _exchange(target, files)
 
 
 def replaceable(folder: Path) -> Path:
@@ -198,44 +191,62 @@ def replaceable(folder: Path) -> Path:
     return target
 
 
-def _read_listed(folder: Path, cell_id: str, files: CellFiles) -> Record:
-    """Read a record that the baseline lists; it and its trace must match their hashes."""
-    for name, expected in ((files.record, files.sha256), (files.trace, files.trace_sha256)):
-        if name is None:
-            continue
-        path = folder / name
-        if not stored(path).is_file():
-            raise UserError(f"{path}: missing, but listed in {FILE}: restore it, or make a new baseline")
-        if digest(path) != expected:
-            raise UserError(
-                f"{path}: has changed since it was measured (sha256 differs from {FILE}): restore it, or make a new baseline"
-            )
-    record = read(folder / files.record)
-    if isinstance(record, Problem):
-        raise UserError(f"{folder}: the baseline can't be read ({record.path.name}: {record.reason})")
+def _stored(folder: Path) -> dict[str, tuple[Path, Record]]:
+    """The records of a baseline with their files, by the name of their file in a working folder.
+
+    Raises:
+        UserError: a file can't be read as a record, or two are of the same cell and key.
+    """
+    stored: dict[str, tuple[Path, Record]] = {}
+    for path, record in RecordStore(folder).files():
+        if isinstance(record, Problem):
+            raise UserError(f"{path}: the baseline can't be read ({record.reason})")
+        name = RecordStore(folder).path(record).relative_to(folder).as_posix()
+        if stored.setdefault(name, (path, record))[0] != path:
+            raise UserError(f"{path}: the same record as {stored[name][0]}: remove one of them")
+    return stored
+
+
+def _listed(folder: Path, cell_id: str, files: CellFiles, stored: Mapping[str, tuple[Path, Record]]) -> Record:
+    """A record that the baseline lists; it and its trace must match their hashes."""
+    if files.record not in stored:
+        raise UserError(f"{folder / files.record}: missing, but listed in {FILE}: restore it, or make a new baseline")
+    path, record = stored[files.record]
+    trace = open_trace(record, path.parent)
+    if trace is None and files.trace is not None:
+        raise UserError(f"{folder / files.trace}: missing, but listed in {FILE}: restore it, or make a new baseline")
+    is_changed = isinstance(trace, Problem) or (trace is not None and trace.problem(files.trace_sha256 or ""))
+    if is_changed or _digest(record) != files.sha256:
+        raise UserError(
+            f"{trace.path if is_changed and trace else path}: has changed since it was measured (sha256 differs from {FILE}): "
+            "restore it, or make a new baseline"
+        )
     if (record.cell_id, record.status) != (cell_id, files.status):
-        raise UserError(f"{folder / files.record}: its cell or status differs from {FILE}")
+        raise UserError(f"{path}: its cell or status differs from {FILE}")
     if (record.trace.sha256 if record.trace else None) != files.trace_sha256:
-        raise UserError(f"{folder / files.record}: its trace differs from {FILE}")
+        raise UserError(f"{path}: its trace differs from {FILE}")
     return record
 
 
+def _digest(record: Record) -> str:
+    """sha256 of a record's file in a working folder."""
+    return hashlib.sha256(record.as_text().encode()).hexdigest()
+
+
 def _list_files(folder: Path) -> dict[str, CellFiles]:
-    """List all records and traces of a folder, with their hashes."""
-    store = RecordStore(folder)
-    records, problems = store.read_all()
-    if problems or not records:
-        raise UserError(f"{folder}: {f'{problems[0].path.name}: {problems[0].reason}' if problems else 'no records'}")
-    listed = {}
-    for record in records:
-        path = store.path(record)
-        trace = path.parent / Path(record.trace.file).name if record.trace else None
-        if record.cell_id in listed or not stored(path).exists() or (trace and not stored(trace).exists()):
-            raise UserError(f"{path}: a duplicate record of its cell, misplaced, or without its trace")
+    """All records and traces of a folder, with their hashes."""
+    listed: dict[str, CellFiles] = {}
+    for name, (path, record) in _stored(folder).items():
+        trace = open_trace(record, path.parent)
+        if record.cell_id in listed or (record.trace and not isinstance(trace, TraceFile)):
+            raise UserError(f"{path}: a duplicate record of its cell, or without its trace")
         listed[record.cell_id] = CellFiles(
-            status=record.status, record=path.relative_to(folder).as_posix(), sha256=digest(path),
-            trace=trace.relative_to(folder).as_posix() if trace else None, trace_sha256=digest(trace) if trace else None,
+            status=record.status, record=name, sha256=_digest(record),
+            trace=str(PurePosixPath(name).with_name(record.trace.file)) if record.trace else None,
+            trace_sha256=hashlib.sha256(trace.getbuffer()).hexdigest() if isinstance(trace, TraceFile) else None,
         )  # fmt: skip
+    if not listed:
+        raise UserError(f"{folder}: no records")
     return listed
 
 
@@ -246,7 +257,7 @@ def _foreign_files(folder: Path) -> Iterator[Path]:
         here = Path(root)
         links = [name for name in folders if (here / name).is_symlink()]
         for path in (here / name for name in [*files, *links]):
-            if path.is_symlink() or unpacked(path) not in expected:
+            if path.is_symlink() or path not in expected:
                 yield path.relative_to(folder)
         if here != folder and not folders and not files:
             yield here.relative_to(folder)
@@ -257,11 +268,10 @@ def _baseline_files(folder: Path) -> set[Path]:
     own = {folder / FILE, *folder.rglob(LOCK)}
     try:
         listed = parse(folder / FILE).cells.values()
-    except OutdatedBaselineError:
-        records = [(path, record) for path, record in RecordStore(folder).files() if isinstance(record, Record)]
-        return own | {p for p, _ in records} | {p.parent / Path(r.trace.file).name for p, r in records if r.trace}
     except UserError:
         return set()
+    suites = {folder / PurePosixPath(files.record).parts[0] for files in listed}
+    own |= {suite.with_name(suite.name + suffix) for suite in suites for suffix in (published.JSONL, published.PARQUET)}
     return own | {folder / name for files in listed for name in (files.record, files.trace) if name}
 
 

@@ -73,11 +73,10 @@ def largest_difference(traces: Traces) -> float | None:
 
 def token_differences(traces: Traces) -> NDArray[np.float64] | None:
     """Difference in each token's NLL, in nats, 0 where neither scored it; None without two traces of the same length."""
-    files = [path for path in traces if path is not None and path.exists()]
+    files = [trace for trace in traces if trace is not None]
     if len(files) < 2:
         return None
-    # Memory-mapped, so that a wrong length in the header allocates nothing.
-    x, y = (np.load(path, mmap_mode="r").astype(np.float64) for path in files)
+    x, y = (np.load(trace.rewound()).astype(np.float64) for trace in files)
     if x.shape != y.shape:
         return None
     off = np.abs(x - y)

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.packed import json_lines, stored
+from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
+from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.records.rules import RUN_NATS, SUM, Checked, Rule, rule_in
 from kvbench.harness.records.types import Document
 from kvbench.harness.report.compare import setup_changes, token_differences
 from kvbench.harness.report.sources import find_trace
+from kvbench.harness.report.task import Traces
 from kvbench.harness.report.verify import problems
 
 _BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks
@@ -65,8 +67,8 @@ class Pair:
         return self.base.facts.method in _BY_POSITION
 
     @cached_property
-    def traces(self) -> tuple[Path | None, Path | None]:
-        """Files of per-token or per-question figures. The baseline's stands in for a missing one of the same hash."""
+    def traces(self) -> Traces:
+        """Traces: figures per token or question. The baseline's stands in for a missing one of the same hash."""
         base, now = find_trace(self.base, self.folders[0]), find_trace(self.now, self.folders[1])
         return base, base if now is None and self.base.trace == self.now.trace else now
 
@@ -144,14 +146,14 @@ def _applies(rule: Checked, pair: Pair) -> bool:
 
 def consistent(pair: Pair) -> Iterator[Result]:
     """Whether the figures of both records follow from their traces, computed by the current code."""
-    for whose, record, path in zip(("the baseline's", "the new"), (pair.base, pair.now), pair.traces, strict=True):
+    for whose, record, trace in zip(("the baseline's", "the new"), (pair.base, pair.now), pair.traces, strict=True):
         if record.trace is None:
             if record is pair.now and pair.base.trace is not None:
                 yield "trace", "could not compare", "the new record has no trace, the baseline's has one"
             elif impossible := [*record.metrics.impossible()]:
                 yield "trace", "regression", _first(impossible, f"{whose} record: ")
             continue
-        inconsistencies = None if path is None else problems(record, path.parent)
+        inconsistencies = None if trace is None else problems(record, trace.folder)
         if inconsistencies is None:
             yield "trace", "could not compare", f"{whose} record's trace {record.trace.file} is missing"
         else:
@@ -165,7 +167,7 @@ def exactness(pair: Pair) -> Iterator[Result]:
         return
     try:
         off = token_differences(pair.traces)
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, MemoryError):
         off = None
     if off is None:
         yield "exactness", "could not compare", "a trace is missing, unreadable or of another length"
@@ -188,7 +190,7 @@ def answers(pair: Pair) -> Iterator[Result]:
     if pair.base.measured(QuestionMetrics) is None:
         return
     try:
-        base, now = (_lines(path) for path in pair.traces)
+        base, now = map(_lines, pair.traces)
     except (OSError, ValueError):
         yield "answers", "could not compare", "a trace can't be read"
         return
@@ -222,10 +224,10 @@ def _judged_otherwise(pair: Pair) -> dict[int, str]:
     return {i: f"{words[a]} -> {words[b]}" for i, (a, b) in enumerate(zip(*judged, strict=False)) if a != b}
 
 
-def _lines(path: Path | None) -> list[dict[str, Any]] | None:
-    if path is None or not stored(path).exists():
+def _lines(trace: TraceFile | None) -> list[dict[str, Any]] | None:
+    if trace is None:
         return None
-    lines = json_lines(path)
+    lines = json_lines(trace)
     if not all(isinstance(line, dict) for line in lines):
         raise ValueError("a line is not an answer")
     return lines

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record
+from kvbench.harness.records.beside import TraceFile, open_trace
 
 SUFFIX = ".attention.npz"
 
@@ -33,8 +34,11 @@ def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[i
     if record.cell.task.name != "attention" or record.status != "ok":
         raise UserError(f"{record.stem}: it has no maps: it is no finished cell of the task attention")
     path = folder / f"{record.stem}{SUFFIX}"
+    trace = open_trace(record, folder)
     try:
-        with np.load(path) as noted:
+        if not isinstance(trace, TraceFile):
+            raise FileNotFoundError(trace.reason if trace else "missing")
+        with np.load(trace) as noted:
             logits: NDArray[np.float32] = noted["logits"]
     except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path}: can't be read ({str(error) or 'empty'}); measure the cell again with --fresh") from None

@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.packed import SUFFIX, stored, unpacked
-from kvbench.harness.records import Problem, Record, RecordStore, newest, read
+from kvbench.harness.records import Problem, Record, RecordStore, newest, published, read
+from kvbench.harness.records.beside import TraceFile, open_trace
 
-_DEFAULT_FOLDER = "leaderboard/results"  # of a revision
+_DEFAULT_FOLDER = "leaderboard/records"  # of a revision
 
 
 @contextmanager
@@ -25,14 +25,14 @@ def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: 
     """The newest record of every cell of a source, and the folder that holds them while the context is open.
 
     Args:
-        source: a record's file, a folder, or a git revision with an optional folder: `HEAD~3:leaderboard/results`.
+        source: a record's file, or what `open_folder` opens.
         on_problem: called with every file that can't be read as a record.
 
     Raises:
         UserError: there are no records.
     """
     path = Path(source).expanduser()
-    if stored(path).is_file():
+    if path.is_file() and path.suffix != published.JSONL:
         record = read(path)
         if isinstance(record, Problem):
             raise UserError(f"{source}: {record.reason}")
@@ -47,13 +47,13 @@ def open_folder(source: str) -> Iterator[Path]:
     """A folder of records; that of a git revision is there while the context is open.
 
     Args:
-        source: a folder, or a git revision with an optional folder: `HEAD~3:leaderboard/results`.
+        source: a folder, the JSONL file of a suite, or a git revision with an optional folder: `HEAD~3:leaderboard/records`.
 
     Raises:
         UserError: there is no such folder or revision.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == published.JSONL and path.is_file()):
         yield path
         return
     with TemporaryDirectory() as folder:
@@ -61,13 +61,15 @@ def open_folder(source: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def find_trace(record: Record, folder: Path) -> Path | None:
-    """The file of a record's per-token figures in a folder, without the suffix of a compressed one; None if missing."""
+def find_trace(record: Record, folder: Path) -> TraceFile | None:
+    """A record's trace in a folder or its subfolders; None if it is missing or no regular file."""
     if record.trace is None:
         return None
-    name = glob.escape(Path(record.trace.file).name)
-    matches = itertools.chain(folder.rglob(name), folder.rglob(name + SUFFIX))
-    return next(iter(sorted(unpacked(path) for path in matches if path.is_file())), None)
+    top = folder if folder.is_dir() else folder.parent
+    names = (Path(record.trace.file).name, published.suite_file(top, record).name)
+    files = [*itertools.chain(*(sorted(top.rglob(glob.escape(name))) for name in names))]
+    traces = (open_trace(record, path.parent) for path in files if path.is_file())
+    return next((trace for trace in traces if isinstance(trace, TraceFile)), None)
 
 
 def _read_folder(folder: Path, source: str, on_problem: Callable[[Problem], None]) -> list[Record]:
@@ -87,6 +89,9 @@ def _unpack(source: str, folder: Path) -> None:
     """
     revision, _, inside = source.partition(":")
     command = ["git", "archive", "--format=tar", revision, "--", inside or _DEFAULT_FOLDER]
+    if inside.endswith(published.JSONL):
+        command[-1] = inside.removesuffix(published.JSONL) + ".*"  # of both files
+
     try:
         process = subprocess.run(command, capture_output=True, check=False)
     except OSError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import Record
+from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
@@ -17,7 +17,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
 
 Verdict = Literal["better", "worse", "same", "can't tell"]
-Traces = tuple[Path | None, Path | None]  # files of two records' per-token figures, where available
+Traces = tuple[TraceFile | None, TraceFile | None]  # of two records, where available
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class TaskReport:
         """
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute figures from the trace, by name. An exception counts as a fault of the file."""
         return {}
 

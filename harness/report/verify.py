@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.evict import at_once
-from kvbench.harness.core.packed import stored
 from kvbench.harness.core.visible import visible
-from kvbench.harness.records import Record
-from kvbench.harness.records.beside import file_problem
+from kvbench.harness.records import Problem, Record
+from kvbench.harness.records.beside import TraceFile, file_problem, open_trace
 from kvbench.harness.report.task import task_of
 
 _RELATIVE_TOLERANCE = 1e-6  # traces of times are float32 (6e-8); sums may be taken in another order
@@ -68,15 +67,15 @@ def verify(record: Record, folder: Path) -> Verification:
     """Recompute a record's figures; a failed one has none. folder: of the record's file and its trace."""
     if record.status != "ok":
         return Verification([], [])
-    path = None if record.trace is None else folder / Path(record.trace.file).name
-    missing = path is not None and not os.path.lexists(stored(path))
-    wrong = [*([] if missing else _trace_problems(record, path)), *_keep_map_problems(record, folder)]
+    trace = open_trace(record, folder)
+    missing = trace is None and record.trace is not None
+    wrong = [*([] if missing else _trace_problems(record, trace)), *_keep_map_problems(record, folder)]
     sources = (_from_record, *([] if wrong or missing else [_from_trace]))
     wrong += record.metrics.impossible()
     figures: dict[str, Figure] = {}
     for source in sources:
         try:
-            figures |= {f.name: f for f in source(record, path)}
+            figures |= {f.name: f for f in source(record, trace)}
         except Exception as error:  # traces and figures may contain anything
             wrong.append(f"its figures can't be recomputed ({type(error).__name__}: {error})")
     wrong += [
@@ -91,28 +90,28 @@ def verify(record: Record, folder: Path) -> Verification:
     return Verification(wrong, [n for n in names if n not in figures])
 
 
-def _trace_problems(record: Record, path: Path | None) -> list[str]:
+def _trace_problems(record: Record, trace: TraceFile | Problem | None) -> list[str]:
     """Problems of the trace's file itself."""
     task, suffix = record.cell.task.name, task_of(record).trace
-    if path is None:
+    if trace is None or record.trace is None:
         return [f"it has no trace; every record of {task} needs one (*{suffix})"] if suffix else []
-    if suffix and not path.name.endswith(suffix):
-        return [f"its trace is {path.name}; the name of a trace of {task} ends in {suffix}"]
-    found = file_problem(path, record.trace.sha256) if record.trace is not None else ""
-    return [f"its trace {path.name} {found}"] if found else []
+    if suffix and not trace.path.name.endswith(suffix):
+        return [f"its trace is {trace.path.name}; the name of a trace of {task} ends in {suffix}"]
+    reason = trace.reason if isinstance(trace, Problem) else trace.problem(record.trace.sha256)
+    return [f"its trace {trace.path.name} {reason}"] if reason else []
 
 
 def _keep_map_problems(record: Record, folder: Path) -> list[str]:
     """Problems of the keep map's file, which may be missing: no figure follows from it."""
     kept = record.facts.keep_map
     path = None if kept is None else folder / Path(kept.file).name
-    if kept is None or path is None or not os.path.lexists(stored(path)):
+    if kept is None or path is None or not os.path.lexists(path):
         return []
     found = file_problem(path, kept.sha256)
     return [f"its keep map {path.name} {found}"] if found else []
 
 
-def _from_record(record: Record, _: Path | None) -> Iterator[Figure]:
+def _from_record(record: Record, _: object) -> Iterator[Figure]:
     """Yield all figures that need no trace."""
     metrics = record.metrics.as_json()
     for name, expected in task_of(record).derived(record):
@@ -165,10 +164,10 @@ def _lookup(metrics: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _from_trace(record: Record, path: Path | None) -> Iterator[Figure]:
-    if path is not None:
+def _from_trace(record: Record, trace: object) -> Iterator[Figure]:
+    if isinstance(trace, TraceFile):
         recorded = record.metrics.as_json()
-        for name, expected in task_of(record).from_trace(record, path).items():
+        for name, expected in task_of(record).from_trace(record, trace).items():
             yield Figure(name, _lookup(recorded, name), expected, _TOLERANCES.get(name, 0.0))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvbench.harness.run.options import KeepSteps, RunOptions
     from kvbench.harness.suite import Cell
 
-PUBLISHED = Path("leaderboard/results")  # in a checkout: any cell of the published page can be measured again
+PUBLISHED = Path("leaderboard/records")  # in a checkout: any cell of the published page can be measured again
 
 
 @dataclass(frozen=True)

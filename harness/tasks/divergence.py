@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,9 +160,9 @@ class Divergence(Task):
         return _measure(options, job)
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute all figures from the trace, except bytes."""
-        return figures(np.load(trace, mmap_mode="r"), record.cell.task_options(DivergenceOptions).tokens)
+        return figures(np.load(trace), record.cell.task_options(DivergenceOptions).tokens)
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:

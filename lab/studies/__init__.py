@@ -3,4 +3,4 @@
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"  # resolved, as a checkout has a link to this folder
-RESULTS = DOCS.parent / "leaderboard" / "results"
+RESULTS = DOCS.parent / "leaderboard" / "records"

@@ -84,6 +84,6 @@ def smollm2() -> str:
 
 def _after_a_prompt(suite: str, capacity: int) -> list[Ours]:
     """Return the text of a suite after a prompt was cut to a capacity."""
-    records = RecordStore(RESULTS / suite).read_all()[0]
+    records = RecordStore(RESULTS / f"{suite}.jsonl").read_all()[0]
     tasks = tasks_of(record for record in records if record.cell.capacity == capacity and not record.cell.stored)
     return [task for task in tasks if task.task == "perplexity"]

@@ -135,7 +135,7 @@ def published(file: Path = DOCS / "data" / "published.yaml") -> list[Source]:
 
 def measured(results: Path = RESULTS) -> list[Ours]:
     """Our tasks after a prompt, of the built-in models."""
-    return tasks_of(r for suite in SUITES for r in RecordStore(results / suite).read_all()[0])
+    return tasks_of(r for suite in SUITES for r in RecordStore(results / f"{suite}.jsonl").read_all()[0])
 
 
 def tasks_of(records: Iterable[Record]) -> list[Ours]:

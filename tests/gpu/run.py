@@ -21,8 +21,8 @@ The exit code is 0 if every stage was ok, now or in an earlier call, and 1 if an
 
 Nothing is downloaded. Models have a published shape and random weights, made on the device. A perplexity is measured if
 a model and a text are given. Missing packages are taken from `.whl/` if they are there (`make gpu-wheels`). No stage reads
-`leaderboard/results`, half of the checkout: `make gpu-tree` writes an archive of it without these (22 of 41 MiB). A tool that
-copies the checkout itself leaves them behind after `git sparse-checkout set --no-cone '/*' '!/leaderboard/results/'`.
+`leaderboard/records`: `make gpu-tree` writes an archive of the checkout without these. A tool that
+copies the checkout itself leaves them behind after `git sparse-checkout set --no-cone '/*' '!/leaderboard/records/'`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _kept(record: Record, folder: Path) -> dict[str, Any] | None:
 
 def _logits(record: Record, folder: Path) -> dict[str, Any] | None:
     """Mean attention logits among the first tokens, averaged over heads."""
-    if not (folder / f"{record.stem}{logit_maps.SUFFIX}").is_file():
+    if record.trace is None or not record.trace.file.endswith(logit_maps.SUFFIX):
         return None
     try:
         logits = logit_maps.logits_in(record, folder, None, ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class AttentionTask(Task):
         return measure(options, job)
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute all figures from the trace, except the texts of tokens."""
         with np.load(trace) as noted:
             options = record.cell.task_options(AttentionOptions)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import IO, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from kvbench.harness.core.files import json_lines
 from kvbench.harness.core.intervals import MIN_BLOCKS
-from kvbench.harness.core.packed import json_lines
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.facts import Data
@@ -44,7 +43,7 @@ class AnsweringTask(Task):
     trace: ClassVar[str | None] = ".answers.jsonl"
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute all figures from the trace; each answer is compared with the right one again."""
         options, answers = record.cell.task, json_lines(trace)
         needed = {"said", "gold"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import IO, Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -178,9 +178,9 @@ class Latency(Task):
             raise BadRecordError(("metrics", "rounds_ms"), "must have one time per round of each sitting")
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute the figures of the timed steps at the end of the stream."""
-        steps, options = np.load(trace, mmap_mode="r").astype(np.float64), record.cell.task_options(LatencyOptions)
+        steps, options = np.load(trace).astype(np.float64), record.cell.task_options(LatencyOptions)
         figures = step_figures(steps, options.batch) | {"step_ms": float(np.median(np.median(steps, 1)))}
         metrics = record.measured(LatencyMetrics)
         if metrics is not None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from kvbench.harness.core.files import json_lines
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
-from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.lookups import KINDS, is_contained, is_exact
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import sample_figures
@@ -108,7 +108,7 @@ class LmEval(Task):
         return measure(options, job)
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute the figures that follow from scores. Answers of `kvbench_recall` are compared with the right ones again."""
         samples = json_lines(trace)
         options = record.cell.task_options(LmEvalOptions)

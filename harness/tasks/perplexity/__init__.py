@@ -11,14 +11,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import Interval
-from kvbench.harness.records import Record, read
+from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures
+from kvbench.harness.records.beside import TraceFile, read_beside
 from kvbench.harness.records.metrics import Bucket, Looks, Metrics, NllMetrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
@@ -116,15 +117,15 @@ class Perplexity(Task):
         return measure(options, job)
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute all figures from the trace, except bytes and the costs of facts, which need the text."""
-        nll, metrics, prefix = np.load(trace, mmap_mode="r"), record.measured(NllMetrics), len(record.data.prefix)
+        nll, metrics, prefix = np.load(trace), record.measured(NllMetrics), len(record.data.prefix)
         options = record.cell.task_options(PerplexityOptions)
         assert metrics is not None
         whole = len(nll) if metrics.tokens_read is None else prefix + record.data.tokens
         figures = nll_figures(nll, prefix, [0], options.stride, cls.streams(options), options.prompt or 0, whole)
-        if metrics.looks is not None:
-            figures |= {"tokens_read": len(nll) - prefix} | _looks(record, metrics.looks, nll, trace.parent)
+        if metrics.looks is not None and isinstance(trace, TraceFile):
+            figures |= {"tokens_read": len(nll) - prefix} | _looks(record, metrics.looks, nll, trace.folder)
         figures["texts"] = _text_sums(nll[np.isfinite(nll)], metrics.texts.tokens)
         if "on_stride" in figures:
             on_stride = record.metrics.as_json()["on_stride"]
@@ -169,7 +170,7 @@ class Perplexity(Task):
 
 def _looks(record: Record, looks: Looks, nll: NDArray[np.float32], folder: Path) -> dict[str, Any]:
     """The looks, taken again as long as the intervals are not narrow; none if the reference's record is not in the folder."""
-    options, base = record.cell.task_options(PerplexityOptions), read(folder / looks.reference)
+    options, base = record.cell.task_options(PerplexityOptions), read_beside(record, looks.reference, folder)
     figures = base.measured(NllMetrics) if isinstance(base, Record) else None
     if not isinstance(base, Record) or figures is None or options.until is None:
         return {}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from kvbench.harness.core.packed import json_lines
+from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
@@ -87,7 +87,7 @@ class Trace(Task):
         return measure(options, job)
 
     @classmethod
-    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+    def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute all figures except bytes, by running the programs again."""
         from kvbench.harness.tasks.trace.programs import figures
 
