@@ -45,6 +45,10 @@ def _is_variant(record: Record) -> bool:
     return record.cell.policy == "sink_window" and record.cell.parameters.get("sinks") != 4
 
 
+_POSITIONS = {"cache": "renumbered", "stream": "as in the text", "clamped": "clamped"}
+_BESIDE_FORMATS = ("h2o", "expected_attention", "snapkv", "sink_window", "random", "window")
+
+
 def _same_text(record: Record, others: Sequence[Record]) -> bool:
     return record.data.ids_sha256 in {other.data.ids_sha256 for other in others}
 
@@ -80,7 +84,8 @@ def smollm2() -> str:
         perplexities("smollm2-step", "step", BUDGET, "cache"),
         perplexities("smollm2-prompt", "prompt", BUDGET, "stream"),
     ]
-    policies = sorted({policy for column in columns for policy in column}, key=lambda p: _mean_loss(p, columns))
+    both = columns[0].keys() & columns[1].keys()
+    policies = sorted(both, key=lambda p: _mean_loss(p, columns))
     rows = [
         [name(policy), *(_cell(column, policy, lambda r, c: percent(loss(r, c["dense"]))) for column in columns)]
         for policy in policies
@@ -119,7 +124,7 @@ def formats() -> str:
     """Return perplexity lost to dense by formats of K and V, and by policies at the same capacity."""
     exact = perplexities("smollm2-prompt", "prompt", BUDGET, "stream")
     rows = {f"dense as {r.cell.stored}": r for r in measured("smollm2-prompt") if r.cell.policy == "dense" and r.cell.stored} | {
-        f"{policy} of {BUDGET} tokens": r for policy, r in exact.items() if policy != "dense"
+        f"{policy} of {BUDGET} tokens": r for policy, r in exact.items() if policy in _BESIDE_FORMATS
     }
     order = sorted(rows, key=lambda row: loss(rows[row], exact["dense"]).mean)
     lines = [[row, percent(loss(rows[row], exact["dense"])), _held(rows[row], exact["dense"])] for row in order]
@@ -142,9 +147,16 @@ def budgets() -> str:
     return _markdown(["policy", *(f"{c} tokens" for c in columns)], rows, "l" + "r" * len(columns))
 
 
+def long_stream() -> str:
+    """Return perplexities of SmolLM2 in one stream past its training length."""
+    records = sorted(measured("smollm2-stream"), key=lambda r: (r.cell.policy, r.cell.positions))
+    rows = [[name(r.cell.policy), _POSITIONS[r.cell.positions], f"{r.metrics.as_json()['perplexity']:.1f}"] for r in records]
+    return _markdown(["policy", "positions of kept tokens", "perplexity"], rows, "llr")
+
+
 def questions(task: str) -> str:
-    """Return the share of right answers of SmolLM2 to one kind of question, seen or unseen at the cut."""
-    records = [r for r in measured("smollm2-questions") if r.cell.options["tasks"] == task]
+    """Return the share of right answers of SmolLM2 to one kind of fact, seen or unseen at the cut."""
+    records = [r for r in measured("smollm2-questions") if r.cell.options["tasks"] == f"kvbench_facts_{task}"]
     shares: dict[str, dict[str, str]] = {}
     for record in records:
         metrics = record.measured(QuestionMetrics)

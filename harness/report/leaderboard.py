@@ -13,9 +13,9 @@ from kvbench.harness.report.markdown import cache_bytes, digits, md, table
 
 _HEAD = """# Leaderboard
 
-Written by `bench leaderboard` from records; don't edit it. `index.html` has every question, budget and cell, and compares any two
-policies; `feed.json` has the same as data. [Published figures beside ours](paper.md). `bench show table CELL` prints the table of
-a cell's task. [Audit](https://kv-bench.github.io/kv-bench/audit/) says whose code keeps what its paper says.
+Written by `bench leaderboard` from records; don't edit it. `index.html` has every question, budget and
+cell; `feed.json` has the same as data. [Published figures beside ours](paper.md). `bench show table CELL` prints the table of
+a cell's task. [Other projects](https://kv-bench.github.io/kv-bench/comparison/) says whose code keeps what its paper says.
 """
 _PICTURE = "answer"  # its file
 _MOST_ROWS = 5  # of the table
