@@ -23,8 +23,10 @@ PICTURES = {  # file: folder of records, and the policies that it shows; None: a
 def question(suite: str, policies: Sequence[str] | None = None, results: Path = RESULTS) -> dict[str, Any]:
     """Return the feed's question about a suite's text at `cache` positions: what each policy loses at each budget."""
     records = [r for r in RecordStore(results / f"{suite}.jsonl").read_all()[0] if r.cell.positions == "cache"]
-    shown = [r for r in records if policies is None or (r.cell.policy in policies and r.cell.parameters.get("sinks", 4) == 4)]
-    asked = feed(shown)["questions"]
+    if policies is not None:  # the paper's four sinks, and one seed of the control
+        chosen = [r for r in records if r.cell.policy in policies and r.cell.seed == 0]
+        records = [r for r in chosen if r.cell.parameters.get("sinks", 4) == 4]
+    asked = feed(records)["questions"]
     (of_text,) = (question for question in asked if question["measure"] == "perplexity")
     return of_text
 
