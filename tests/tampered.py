@@ -143,7 +143,8 @@ TAMPERED: dict[str, Tampering] = {
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """A baseline to tamper with, with a file for each record."""
+    """Records to tamper with, a file for each, and the manifest if they are a baseline."""
     working_copy(folder, to)
-    shutil.copy(folder / FILE, to / FILE)
+    if (folder / FILE).exists():
+        shutil.copy(folder / FILE, to / FILE)
     return to
