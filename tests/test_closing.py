@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from factories import edit, record
+from factories import cell_record, edit, record
 
 from kvbench.harness.report.closing import closing
 from kvbench.harness.report.feed import feed
@@ -46,6 +46,51 @@ def test_one_row_a_policy_with_all_its_tasks():
     assert list(table.head) == ["policy", "perplexity", "right", "K/V", "status"]
     assert list(table.lines) == [("dense", "6.653", "100 %", "40 KiB", "ok"), ("h2o", "7.373", "50 %", "640 B", "ok")]
     assert table.heading == "s, m, 8 tokens cached"
+
+
+def with_costs(policy: str, capacity: int | None, nlls: dict[str, float], ms: float) -> list:
+    """The records of a policy: perplexity of each text, the time of a step and of a prompt, and the peak."""
+    axes = {"policy": policy, "capacity": capacity, "model": "m"}
+    times = {"step_ms": ms, "first_token_ms": 10 * ms, "tokens_per_second": 1000 / ms}
+    peak = {"peak_bytes": 4096 * (capacity or 40), "kv_bytes": 1024 * (capacity or 40)}
+    texts = [measured(policy, nll, capacity, data={"ids_sha256": text, "tokens": 32768}) for text, nll in nlls.items()]
+    read = [edit(r, cell={"task": {"name": "perplexity", "data": r.data.ids_sha256}}) for r in texts]
+    made = [*read, *(cell_record(m, task={"name": task}, **axes) for task, m in (("latency", times), ("memory", peak)))]
+    return [edit(r, cell={"model": {"id": "m", "dtype": "float32"}}, facts={"device": "a device"}) for r in made]
+
+
+def test_several_texts_and_what_they_cost_stand_in_one_table():
+    texts = {"wikitext": 2.0, "pg19": 3.0}
+    *others, last = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0)]).tables
+    head = ["policy", "perplexity, WikiText-2", "perplexity, books (PG-19)", "K/V", "peak", "TTFT ms", "TPOT ms", "tokens/s"]
+    assert list(last.head) == [*head, "status"]
+    assert list(last.lines) == [
+        ("dense", "7.389", "20.09", "40 KiB", "160 KiB", "20", "2", "500", "ok"),
+        ("h2o", "7.389", "20.09", "8 KiB", "32 KiB", "40", "4", "250", "ok"),
+    ]
+    assert [table.heading.split(", ")[3] for table in others] == ["WikiText-2", "books (PG-19)"]
+    assert all("TPOT ms" not in table.head for table in others)
+
+
+def test_bytes_of_a_text_never_stand_beside_those_of_a_peak():
+    records = [*with_costs("dense", None, {"pg19": 2.0}, 2.0), *with_costs("h2o", 8, {"pg19": 2.0}, 4.0)[:2]]  # no peak of h2o
+    (table,) = closing(records).tables
+    held = dict(zip([line[0] for line in table.lines], [line[table.head.index("K/V")] for line in table.lines], strict=True))
+    assert held == {"dense": "40 KiB", "h2o": ""}
+
+
+def test_questions_have_tables_of_their_own():
+    texts = {"wikitext": 2.0, "pg19": 3.0}
+    model = {"id": "m", "dtype": "float32"}
+    asked = [
+        edit(answered(p, "10", c), cell={"model": model}, facts={"device": "a device"}) for p, c in (("dense", None), ("h2o", 8))
+    ]
+    tables = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0), *asked]).tables
+    assert [("perplexity" in table.head, "right" in table.head) for table in tables] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_the_winner_and_its_price():

@@ -115,9 +115,13 @@ def _with_costs(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]
 
 
 def _has_overview(records: Sequence[Record]) -> bool:
-    """Whether a table has a column for each of several texts, beside times or peaks. records: of one model and machine."""
+    """Return whether a table has a column for each of several texts, beside times or peaks. records: of one model and machine.
+
+    Questions have tables of their own, so a suite with questions has no such table.
+    """
     costs = any(record.measures(StepMetrics) or record.measures(PeakMetrics) for record in records)
-    return costs and 1 < len(_texts(records)) <= _MAX_TEXTS
+    asks = any(record.measures(QuestionMetrics) for record in records)
+    return costs and not asks and 1 < len(_texts(records)) <= _MAX_TEXTS
 
 
 def _texts(records: Sequence[Record]) -> dict[str, Record]:
@@ -199,12 +203,13 @@ def _overview(records: Sequence[Record], positions: str, machine: str) -> Table:
 
 
 def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
-    """Columns of bytes and times. K/V is that of the peak, if one was measured: a text may be read as many streams."""
+    """Return columns of bytes and times. K/V is that of the peaks if any was measured: a text may be read as many streams."""
     peaks = [next((m for r in row.records if (m := r.measured(PeakMetrics))), None) for row in policies]
     times = [None if row.latency is None else row.latency.measured(StepMetrics) for row in policies]
     rates = [None if m is None else m.tokens_per_second for m in times]
+    of_peaks = ["" if peak is None else cache_bytes(peak.kv_bytes) for peak in peaks]
     return {
-        "K/V": [cache_bytes(row.kv_bytes if peak is None else peak.kv_bytes) for row, peak in zip(policies, peaks, strict=True)],
+        "K/V": of_peaks if any(of_peaks) else [cache_bytes(row.kv_bytes) for row in policies],
         "peak": ["" if peak is None else in_bytes(peak.peak_bytes) for peak in peaks],
         "TTFT ms": ["" if m is None else digits(m.first_token_ms, 3) for m in times],
         "TPOT ms": ["" if m is None else digits(m.step_ms, 3) for m in times],
