@@ -114,7 +114,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
 
 
 def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
-    """For each page to write (leaderboard, paper, site, feed): the option that decides its file, and the file.
+    """Return the option that decides the file of each page to write (leaderboard, paper, site, feed), and the file.
 
     Raises:
         UserError: two pages have the same file, or --out names no file.
@@ -304,7 +304,7 @@ def make_without_broken(
 
 
 def _sound(records: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
-    """As many records as work together. Halves are searched separately, to find a bad record in few trials."""
+    """Return as many records as can be rendered together. Halves are searched separately, to find a bad record in few trials."""
     if works(records):
         return records
     if len(records) == 1:

@@ -170,7 +170,7 @@ class FusedStepError(RuntimeError):
 
 
 def _package() -> tuple[ModuleType | None, str]:
-    """`kvbench.harness.kernels`, or None and why it can't be imported."""
+    """Import `kvbench.harness.kernels`; return None and the reason if it can't be imported."""
     try:
         from kvbench.harness import kernels
     except ImportError as error:
@@ -194,9 +194,7 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     return kernels
 
 
-def flex_form(
-    slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]
-) -> ClosedForm | None:  # fmt: skip
+def flex_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> ClosedForm | None:
     """Return the closed form that uses FlexAttention where it serves; None without kernels. Arguments: as of `ClosedForm`."""
     package, _ = _package()
     form: ClosedForm | None = None if package is None else package.flex_form(slots, mode, limit, rope_length, band)

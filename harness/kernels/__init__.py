@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False) -> Kernels:
     """Return the kernels for the layers of one `Slots` under their policy: C on CPUs, Triton on CUDA.
 
-    Args:
-        mode: where RoPE puts a cached token.
-        limit: largest distance in mode `clamped`, in tokens.
-        longest: bound of the angles; the number of slots when None.
-        in_graphs: let the kernel that walks blocks replay its launches as CUDA graphs.
-
-    Returns:
-        Kernels with the reasons for those that are None. No failure to trace or build is raised.
+    Arguments: as of `kernel_interface.kernels_for`. Kernels that can't be traced or built are None, with the reason.
     """
     from kvbench.harness.kernels import choose
 
@@ -40,11 +33,7 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
 def flex_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> ClosedForm:
     """Return a closed form that computes blocks by FlexAttention on CUDA, and others by PyTorch code.
 
-    Args:
-        mode: where RoPE puts a cached token.
-        limit: largest distance in mode `clamped`, in tokens.
-        rope_length: bounds the positions that RoPE is asked for.
-        band: tokens kept: the number of sinks, and of the newest. They sum to the capacity.
+    Arguments: as of `ClosedForm`.
     """
     from kvbench.harness.kernels.flex_blocks import FlexForm
 
@@ -52,7 +41,7 @@ def flex_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, ba
 
 
 def step_graphs() -> StepGraphs:
-    """Return the captured steps of a new decoder, of which there are none yet. Nothing is raised if a capture fails later."""
+    """Return graphs for a new decoder. A capture that fails later raises nothing."""
     from kvbench.harness.kernels.captured import StepGraphs
 
     return StepGraphs()

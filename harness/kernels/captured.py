@@ -177,25 +177,13 @@ class StepGraphs:
         self.refused, self.replayed = "", 0
 
     def fresh(self, after: int | None = None) -> StepGraphs:
-        """Graphs for another decoder, none captured yet. after: as in `__init__`; the same as here when None."""
+        """Return graphs for another decoder, none captured yet. after: as in `__init__`; unchanged when None."""
         return StepGraphs(self._capture, self._after if after is None else after)
 
     def __call__(
         self, slots: Hashable, phase: Hashable, alive: Any, step: Step, tokens: Tensor, around: Around = nullcontext
     ) -> tuple[Tensor, bool]:
-        """Run one step, replayed from its graph where there is one.
-
-        Args:
-            slots: identifies the tensors that the step reads and writes. Once they change, all graphs are dropped.
-            phase: everything else that the host decides about the step.
-            alive: objects that the graph reads from, kept alive with it.
-            step: the eager step.
-            tokens: [B, 1].
-            around: entered around the dry run and the capture, so that the captured step may be other code than the eager one.
-
-        Returns:
-            Logits [B, 1, V], and whether they come from a replay: then `step` was not called.
-        """
+        """Run one step, replayed from its graph if there is one. Arguments and result: as of `kernel_interface.StepGraphs`."""
         if slots != self._slots:
             self._slots, self._steps = slots, 0
             self._graphs.clear()

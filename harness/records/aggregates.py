@@ -190,7 +190,7 @@ def _evidence_in_cache(held: float | None) -> str:
 
 
 def scored_mask(length: int, prefix: int, stride: int, streams: int = 1, prompt: int = 0) -> NDArray[np.bool_]:
-    """Which tokens are scored: every `stride`-th one, without prefix, prompt and a stream's very first token. [N] bool."""
+    """Mark scored tokens: every `stride`-th one, without prefix, prompt and a stream's very first token. [N] bool."""
     stream_length = (length - prefix) // streams
     skipped = prompt or (0 if prefix else 1)
     mask = np.zeros(length, bool)

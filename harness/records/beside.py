@@ -25,12 +25,12 @@ class TraceFile(io.BytesIO):
         self.path, self.folder = path, folder
 
     def rewound(self) -> Self:
-        """The same file, at its beginning."""
+        """Return this file, read from its beginning again."""
         self.seek(0)
         return self
 
     def problem(self, sha256: str) -> str:
-        """What is wrong with the content; empty if it is what was measured."""
+        """Return what is wrong with the content; empty if it is what was measured."""
         return "" if hashlib.sha256(self.getbuffer()).hexdigest() == sha256 else _CHANGED
 
 
@@ -38,7 +38,7 @@ _CHANGED = "has changed since it was measured: its sha256 differs"
 
 
 def open_trace(record: Record, folder: Path) -> TraceFile | Problem | None:
-    """The trace of a record; None if there is none. folder: of the record's file."""
+    """Read the trace of a record; None if it has none. folder: of the record's file."""
     if record.trace is None:
         return None
     path = folder / Path(record.trace.file).name
@@ -56,7 +56,7 @@ def open_trace(record: Record, folder: Path) -> TraceFile | Problem | None:
 
 
 def read_beside(record: Record, name: str, folder: Path) -> Record | Problem:
-    """Another record of the same suite and model. name: of its file. folder: of the file of `record`."""
+    """Read another record of the same suite and model. name: of its file. folder: of the file of `record`."""
     other = read(folder / name)
     file = published.suite_file(folder, record)
     suite = published.load(file) if isinstance(other, Problem) and file.exists() else None
@@ -67,7 +67,7 @@ def read_beside(record: Record, name: str, folder: Path) -> Record | Problem:
 
 
 def file_problem(path: Path, sha256: str) -> str:
-    """What is wrong with a file that a record names; empty if it is what was measured, and no link."""
+    """Return what is wrong with a file that a record names; empty if its content is what was measured and it is no link."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return "is not a regular file"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What a cell measures: suite, model, task, policy. The cell's id is the hash of this JSON. Imports no torch."""
+"""Specification of a cell: suite, model, task, policy. The cell's id is the hash of this JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Options(BaseModel):
 
 @cache
 def recorded(options: type[Options]) -> type[Options]:
-    """The same options, to read records: types are strict, and options that no longer exist are kept."""
+    """Return a subclass of these options for reading records: types are strict, and options that no longer exist are kept."""
 
     class Recorded(options):  # type: ignore[valid-type, misc]
         model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -74,7 +74,7 @@ class Every(Part):
 
 
 class Paged(Part):
-    """Whole pages evicted."""
+    """Eviction of whole pages."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -113,7 +113,7 @@ class CellKV(Part):
 
 
 class CellSpec(Document):
-    """What a cell measures, with all defaults filled in."""
+    """Specification of a cell, with all defaults filled in."""
 
     suite: Name = Field(description="its name")
     suite_version: Whole = Field(description="raised when a change makes old records incomparable")
@@ -189,7 +189,7 @@ class CellSpec(Document):
 
     @property
     def stored(self) -> str:
-        """The same in words, of transformers' quantized cache as well; empty for the model's dtype."""
+        """Name of the format of K and V, of transformers' quantized cache as well; empty for the model's dtype."""
         return quantized_cache(self.parameters) if self.policy == QUANTIZED_CACHE else str(self.codec or "")
 
     @property

@@ -1,4 +1,4 @@
-"""What a record holds besides figures: the data, how and where it was measured, why it failed. Imports no torch."""
+"""Contents of a record besides figures: the data, how and where it was measured, why it failed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AtOnce(Part):
 
 
 class Facts(Document):
-    """What may differ without changing the figures. Older records lack some of these."""
+    """Facts that may differ without changing the figures. Older records lack some of these."""
 
     weights_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the model's weights")
     dequantised_from: Annotated[str | None, EXACT] = Field(

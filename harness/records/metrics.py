@@ -199,7 +199,7 @@ class AnswerMetrics(QuestionMetrics):
 
 
 class ScoreMetrics(QuestionMetrics):
-    """One score per question: right or wrong, a number, or a log-likelihood with a weight."""
+    """Metrics with one score per question: right or wrong, a number, or a log-likelihood with a weight."""
 
     metric: Annotated[str, EXACT] = Field(min_length=1, max_length=500, description="name of the metric that is the score")
     score: Annotated[Number, near(PART_NATS, SUM)] = Field(description="weighted mean")

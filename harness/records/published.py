@@ -44,7 +44,7 @@ class Published:
 
 
 class Suite:
-    """The two files of a suite, read.
+    """Contents of the two files of a suite.
 
     Attributes:
         path: of the JSONL file.
@@ -61,7 +61,7 @@ class Suite:
         self._ends = _array(values.offsets, np.int32)
 
     def records(self) -> Iterator[tuple[Path, Record | Problem]]:
-        """Every line's record or problem, with a path such as `zoo.jsonl:17`; records ordered as in a working folder."""
+        """Yield each line's record or problem, with a path such as `zoo.jsonl:17`; records ordered as in a working folder."""
         contents = [(self.path.with_name(f"{self.path.name}:{n}"), line) for n, line in enumerate(self.lines, 1)]
         parsed = [(path, self._parsed(path, line)) for path, line in contents]
         first: dict[tuple[str, str], Path] = {}
@@ -72,13 +72,13 @@ class Suite:
         yield from sorted(((path, x) for path, x in parsed if isinstance(x, Record)), key=lambda item: _place(item[1]))
 
     def having(self, text: str) -> Iterator[Record]:
-        """The records whose lines contain this text, such as a cell id."""
+        """Yield the records whose lines contain a text, such as a cell id."""
         for line in self.lines:
             if text.encode() in line and isinstance(record := self._parsed(self.path, line), Record):
                 yield record
 
     def trace(self, record: Record) -> bytes | None:
-        """The content of a record's trace; None if it has none or that is not published."""
+        """Return the content of a record's trace; None if it has none or the trace is not published."""
         row = None if record.trace is None else self.rows.get((record.stem, record.trace.file.removeprefix(record.stem)))
         if row is None:
             return None
@@ -101,7 +101,7 @@ class Suite:
         return record
 
     def _joined(self, value: Any, key: Key) -> Any:
-        """The value with everything that lies in the Parquet file."""
+        """Return the value with each mark replaced by what lies in the Parquet file."""
         if isinstance(value, dict):
             return {k: self._joined(v, (key[0], f"{key[1]}.{k}")) for k, v in value.items()}
         if value != MARK:
@@ -118,7 +118,7 @@ class Suite:
 
 
 def _array(column: Any, dtype: Any) -> NDArray[Any]:
-    """A column's numbers. `to_numpy` imports pandas, which takes most of a second."""
+    """Return a column's numbers. `to_numpy` would import pandas, which takes most of a second."""
     return np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset : column.offset + len(column)]
 
 
@@ -127,7 +127,7 @@ class _MissingError(KeyError):
 
 
 def is_published(path: Path) -> bool:
-    """Whether a `.jsonl` file holds records and is no trace."""
+    """Return whether a `.jsonl` file holds records and is no trace."""
     if path.with_suffix(PARQUET).exists():
         return True
     with path.open("rb") as file:
@@ -135,7 +135,7 @@ def is_published(path: Path) -> bool:
 
 
 def suite_file(folder: Path, record: Record) -> Path:
-    """The JSONL file that has, or would have, a record in a published folder."""
+    """Return the JSONL file that has, or would have, a record in a published folder."""
     return folder / f"{slug(record.cell.suite)}{JSONL}"
 
 
@@ -213,7 +213,7 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _schema() -> pa.Schema:
-    """Columns of the Parquet file.
+    """Return the columns of the Parquet file.
 
     Numbers are `values`, divided by 10 to the power of `decimals` unless that is null. Any other value is `text`, as JSON.
     A trace is `text`, or `content` if it is no text.
@@ -227,7 +227,10 @@ def _schema() -> pa.Schema:
 
 
 def _split(value: Any, name: str, depth: int, rows: list[dict[str, Any]]) -> Any:
-    """The value with MARK for everything long, which is added to the rows. depth: mappings to go into, whatever they hold."""
+    """Return the value with MARK for every long part, and add these parts to the rows.
+
+    depth: levels of mappings that are always entered.
+    """
     if isinstance(value, dict) and (depth or any(map(_has_numbers, value.values()))):
         return {k: _split(v, f"{name}.{k}", depth - 1 if depth else 0, rows) for k, v in value.items()}
     numbers = _integers(value) if _has_numbers(value) else None
@@ -239,14 +242,14 @@ def _split(value: Any, name: str, depth: int, rows: list[dict[str, Any]]) -> Any
 
 
 def _has_numbers(value: Any) -> bool:
-    """Whether it is a long list of numbers, or a mapping that has one."""
+    """Return whether the value is a long list of numbers, or a mapping that has one."""
     if isinstance(value, dict):
         return any(map(_has_numbers, value.values()))
     return isinstance(value, list) and len(value) >= _MIN_NUMBERS and {type(x) for x in value} in ({int}, {float})
 
 
 def _integers(value: Any) -> dict[str, Any] | None:
-    """A list of numbers as whole numbers and a number of decimals, if that is exact; else None. Integers have no `decimals`."""
+    """Return numbers as whole numbers and a number of decimals, if that is exact; else None. Integers have no `decimals`."""
     if isinstance(value[0], int):
         return {"values": value} if max(map(abs, value)) < 2**53 else None
     numbers = np.array(value)

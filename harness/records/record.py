@@ -42,7 +42,7 @@ def digest(value: object) -> str:
 
 @dataclass
 class Record:
-    """One measured cell: what was measured, the figures, and what is needed to check them. One JSON file per cell.
+    """Record of a measured cell: its specification, the figures, and what is needed to check them.
 
     Attributes:
         cell: what was measured.

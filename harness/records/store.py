@@ -37,12 +37,12 @@ class RecordStore:
         self.folder = folder
 
     def path(self, record: Record) -> Path:
-        """Where a record is stored."""
+        """Return the path of a record in a working folder."""
         cell = record.cell
         return self.folder / slug(cell.suite) / slug(cell.model.id) / f"{record.stem}.json"
 
     def trace_path(self, record: Record, suffix: str = ".nll.npy") -> Path:
-        """Where its trace is stored."""
+        """Return the path of a record's trace in a working folder."""
         return self.path(record).with_suffix(suffix)
 
     @contextmanager
@@ -129,13 +129,13 @@ class RecordStore:
         return None
 
     def _published(self, record: Record) -> list[tuple[Path, Record]]:
-        """The published records of a cell."""
+        """Return the published records of a cell."""
         path = published.suite_file(self.folder, record)
         suite = published.load(path) if path.exists() else None
         return [(path, other) for other in suite.having(record.cell_id)] if isinstance(suite, published.Suite) else []
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
-        """Every record of the folder with its file, or the problem of that file, ordered by path.
+        """Yield every record of the folder with its file, or the problem of that file, ordered by path.
 
         The path of a published record names a line, such as `zoo.jsonl:17`. Its trace is found by the path's parent.
 
@@ -153,7 +153,7 @@ class RecordStore:
                 yield path, read(path)
 
     def read_all(self) -> tuple[list[Record], list[Problem]]:
-        """All records, and the problems of all other files, ordered by path."""
+        """Return all records, and the problems of all other files, ordered by path."""
         contents = [content for _, content in self.files()]
         return [x for x in contents if isinstance(x, Record)], [x for x in contents if isinstance(x, Problem)]
 
@@ -204,7 +204,7 @@ def _publish_suite(path: Path, records: list[tuple[Path, Record]], arrays: bool)
 
 
 def _content(record: Record, folder: Path) -> bytes | None:
-    """The content of a record's trace; None if there is none.
+    """Return the content of a record's trace; None if there is none.
 
     Raises:
         UserError: it is not what was measured.
@@ -219,7 +219,7 @@ def _content(record: Record, folder: Path) -> bytes | None:
 
 
 def _is_whole(record: Record, folder: Path, keep_map: str | None) -> bool:
-    """Whether a record's trace exists, and its keep map if one of these steps is needed."""
+    """Return whether a record's trace exists, and its keep map if one of these steps is needed."""
     if keep_map is not None:
         kept = record.facts.keep_map
         if kept is None or kept.steps != keep_map or not (folder / kept.file).exists():
@@ -228,7 +228,7 @@ def _is_whole(record: Record, folder: Path, keep_map: str | None) -> bool:
 
 
 def _record_files(folder: Path) -> Iterator[Path]:
-    """Files that may be records. Hidden folders, Python environments and links to folders are not ours to read."""
+    """Yield files that may be records. Hidden folders, Python environments and links to folders are left out."""
     if not folder.is_dir() or (folder / "pyvenv.cfg").exists():
         return
     for entry in os.scandir(folder):

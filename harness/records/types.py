@@ -65,7 +65,7 @@ class BadRecordError(ValueError):
         return cls(first["loc"], first["msg"])
 
     def inside(self, *parents: str) -> BadRecordError:
-        """The same mistake, with the keys of enclosing parts put before its place."""
+        """Return this mistake with the keys of enclosing parts put before its place."""
         return BadRecordError((*parents, *self.place), self.problem)
 
 

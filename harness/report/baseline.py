@@ -229,12 +229,12 @@ def _listed(folder: Path, cell_id: str, files: CellFiles, stored: Mapping[str, t
 
 
 def _digest(record: Record) -> str:
-    """sha256 of a record's file in a working folder."""
+    """Return the sha256 of a record's file in a working folder."""
     return hashlib.sha256(record.as_text().encode()).hexdigest()
 
 
 def _list_files(folder: Path) -> dict[str, CellFiles]:
-    """All records and traces of a folder, with their hashes."""
+    """List all records and traces of a folder, with their hashes."""
     listed: dict[str, CellFiles] = {}
     for name, (path, record) in _stored(folder).items():
         trace = open_trace(record, path.parent)

@@ -32,7 +32,7 @@ class Records(list[Record]):
         self.problems = list(problems)
 
     def to_frame(self) -> DataFrame:
-        """One row per record: `policy`, `capacity`, `model.id`, `task.name`, `parameters.sinks`, `metrics.nll`, `facts.seconds`.
+        """Return rows of `policy`, `capacity`, `model.id`, `task.name`, `parameters.sinks`, `metrics.nll`, `facts.seconds`.
 
         Lists (buckets, blocks, rounds) are left out: they are in the records.
         """

@@ -1,4 +1,4 @@
-"""What is stored beside a reference model: its card, and its training curve, both written from the training log."""
+"""Files beside a reference model: its card and its training curve, both written from the training log."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _share(samples: list[tuple[int, int]]) -> str:
 
 
 def _samples(config: PretrainConfig) -> str:
-    """What the model was trained on, in words."""
+    """Describe what the model was trained on."""
     mix, repeats = config.text, config.repeats
     sources = _shares({"PG-19 train books": mix.pg19, "generated prose": mix.prose})
     kinds = _shares({name: getattr(config.kinds, name) for name in NAMES})

@@ -46,7 +46,7 @@ class Shape(_Strict):
 
 
 class Condensed(_Strict):
-    """Whose K and V the layers of an LCKV read, and the passes of its training steps."""
+    """Layers whose K and V the layers of an LCKV read, and the passes of its training steps."""
 
     kv_layers: tuple[int, ...] = Field(..., description="for every layer, the one whose K and V it reads; it may come later")
     blind: int = Field(7, ge=0, description="passes of a step without a gradient, in which K and V settle; m in the paper")
@@ -163,7 +163,7 @@ class Training(_Strict):
 
 
 class PretrainConfig(_Strict):
-    """One reference model."""
+    """Recipe of a reference model."""
 
     name: str
     seed: int = Field(0, ge=0, lt=2**63)
@@ -237,7 +237,7 @@ class PretrainConfig(_Strict):
         return self.training.tokens // (self.training.sample * self.training.batch)
 
     def shortened(self, tokens: int) -> PretrainConfig:
-        """The same with fewer tokens: warm-up and the stages before running text keep their steps, what follows has less.
+        """Return a shorter recipe: warm-up and the stages before running text keep their steps, later stages have fewer.
 
         Raises:
             UserError: they aren't fewer, or the stages alone need more.

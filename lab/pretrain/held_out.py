@@ -1,4 +1,4 @@
-"""What a model makes of samples that it is not trained on: for the log while it trains, and as an exam in the end."""
+"""Evaluate a model on samples that it is not trained on: for the log while it trains, and as an exam in the end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each sample: answers of which the model predicts every token, given the text before it; and all. [B], [B].
+    """Count, per sample, the answers of which the model predicts every token, given the text before; and all answers. [B], [B].
 
     Samples are [B, T] int64; `answers` says whether a token belongs to an answer, [B, T] bool. The model keeps its mode.
     """

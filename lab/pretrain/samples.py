@@ -89,7 +89,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         }
 
     def _made(self, kind: str, draw: random.Random, place: int, length: int, part: int) -> Sample:
-        """At least `length` tokens, or a program that ends before. part: of the sample's running text."""
+        """Return at least `length` tokens, or a program that ends before. part: of the sample's running text."""
         if kind == "repeats":
             progress = place / len(self._kinds) if self._staged else 1.0
             return repeats(draw, length, self._config.repeats, self._config.repeats.tokens(progress))
@@ -137,7 +137,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
 
 
 def _filled(sample: Sample, length: int) -> Sample:
-    """At least `length` tokens: a program that ends before is followed by what doesn't count."""
+    """Return at least `length` tokens: a program that ends before is followed by tokens that don't count."""
     lacking = length - len(sample.ids)
     if lacking <= 0:
         return sample

@@ -46,7 +46,7 @@ def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
 
 
 def _with_numbers(tokenizer: Tokenizer) -> Tokenizer:
-    """The same with a token for each number and for each fixed text."""
+    """Return the tokenizer with a token for each number and for each fixed text."""
     spec = json.loads(tokenizer.to_str())
     learnt = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].__getitem__)
     names = list(dict.fromkeys([*SINKS, *NUMBERS, *learnt]))

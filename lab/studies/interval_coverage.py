@@ -116,7 +116,7 @@ PROCESSES: dict[str, Process] = {
 
 
 def recorded_differences(folder: Path) -> Iterator[tuple[int, Array]]:
-    """For every pair of comparable records: tokens per run, and each run's deviation from the expected difference [n]."""
+    """Yield tokens per run and each run's deviation from the expected difference [n], for every pair of comparable records."""
     records, _ = RecordStore(folder).read_all()
     having = [r for r in records if r.measured(NllMetrics)]
     seen = set()

@@ -1,4 +1,4 @@
-"""What is said to prevent attention sinks, tried on Bigram-Backcopy: a table of docs/sinks.md.
+"""Published remedies for attention sinks, tried on Bigram-Backcopy: a table of docs/sinks.md.
 
     python -m kvbench.lab.studies.interventions --train DIR   # trains what DIR lacks, a minute each; measures it
     python -m kvbench.lab.studies.interventions               # writes the table from docs/data/interventions.jsonl

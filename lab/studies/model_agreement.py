@@ -20,7 +20,7 @@ from kvbench.lab.studies.validity import FEWEST, Ours, tasks_of
 
 
 class Pair(NamedTuple):
-    """One kind of task under two models, or under one model on two texts.
+    """Two tasks of one kind, under two models or under one model on two texts.
 
     Attributes:
         first: the task under one model.
@@ -47,7 +47,7 @@ def rule(record: Record) -> str:
 
 
 def pairs(first: Sequence[Ours], second: Sequence[Ours]) -> list[Pair]:
-    """Each two tasks of one kind, over the policies that both have; those with fewer than `FEWEST` are left out."""
+    """Return every two tasks of one kind, over the policies that both have; pairs with fewer than `FEWEST` are left out."""
     result = []
     for one, other in ((a, b) for a in first for b in second if (a.task, a.question) == (b.task, b.question)):
         scores = [dict(zip(map(rule, task.records), task.scores.draws[:, 0], strict=True)) for task in (one, other)]

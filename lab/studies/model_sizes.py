@@ -75,7 +75,7 @@ def collect(sources: Sequence[tuple[str, Path, Path]], file: Path = FILE) -> Non
 
 
 def _facts(model: Path) -> dict[str, int]:
-    """Of a model that `bench pretrain` made."""
+    """Return the facts of a model that `bench pretrain` made."""
     from safetensors import safe_open
 
     seed = re.search(r"; seed (\d+)", (model / "README.md").read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def _facts(model: Path) -> dict[str, int]:
 
 
 class Answers:
-    """All models and what each of them answered."""
+    """All models, and the answers of each."""
 
     def __init__(self, file: Path = FILE) -> None:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -114,7 +114,7 @@ class Answers:
         return right[0].count("1") / len(right[0])
 
     def scores(self, model: str, task: str, question: str, positions: str, half: slice = slice(None)) -> Scores:
-        """Of all rules, in the order of `rules`; of some of the questions, if asked so."""
+        """Return the scores of all rules, in the order of `rules`; over some of the questions, if these are given."""
         outcomes = [self._outcomes[model, task, question, positions, rule] for rule in self.rules]
         units = np.array([[int(digit) for digit in text[half]] for text in outcomes], float)
         return Scores(units, drawn(units, answers=True))
@@ -138,7 +138,7 @@ def section(answers: Answers) -> list[str]:
 
 
 def _verdict(answers: Answers) -> str:
-    """What comes out, over the models that have learnt the tasks."""
+    """State the result over the models that have learnt the tasks."""
     learnt = [m for m in answers.models if np.mean([answers.dense(m.name, task) for task in answers.tasks]) >= _LEARNT]
     kinds = _kinds(answers, learnt)
     told = []
@@ -155,7 +155,7 @@ def _verdict(answers: Answers) -> str:
 
 
 def _kinds(answers: Answers, of: Sequence[Model] | None = None) -> dict[str, Any]:
-    """What is compared, by name: functions of question and positions."""
+    """Return the figures to compare, by name: functions of question and positions."""
     models = answers.models if of is None else of
 
     def between(pairs: Sequence[tuple[Model, Model]], question: str, mode: str) -> Values | None:

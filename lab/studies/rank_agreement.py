@@ -24,7 +24,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What our policies score in one task.
+    """Scores of our policies in one task.
 
     Attributes:
         units: of each policy, a score for each question or text; more is better. [P, N].
@@ -166,7 +166,7 @@ def taus_of(published: Values, ours: Values, places: NDArray[np.int64]) -> Value
 
 
 def orders(count: int) -> NDArray[np.int64]:
-    """All orders of so many policies, or `LOTS` of them by lot if they are more than `MAX_EXACT`. [R, count]."""
+    """Return all orders of `count` policies, or `LOTS` random ones for more than `MAX_EXACT` policies. [R, count]."""
     if count <= MAX_EXACT:
         return np.array(list(permutations(range(count))))
     return np.random.default_rng(0).permuted(np.tile(np.arange(count), (LOTS, 1)), axis=1)
@@ -203,7 +203,7 @@ def rho(a: Values, b: Values) -> Values:
 
 
 def _correlation(a: Values, b: Values) -> Values:
-    """Of rows whose mean is 0."""
+    """Return the correlation of rows whose mean is 0."""
     with np.errstate(invalid="ignore"):
         return (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
 

@@ -91,7 +91,7 @@ class Ours:
     scores: Scores
 
     def index(self, rule: Any) -> int | None:
-        """Of the record of the policy that a suite would write like this; None if exactly that was not measured."""
+        """Return the index of the record of a policy that a suite would write like this; None if it was not measured."""
         return next((i for i, record in enumerate(self.records) if _is_of(record, rule)), None)
 
 
@@ -155,7 +155,7 @@ def _asked(record: Record) -> tuple[str, str, str]:
 
 
 def like_published(records: Sequence[Record]) -> list[Record]:
-    """One record for each policy: with keys where published codes leave them, if it was measured so."""
+    """Return one record for each policy: with keys where published codes leave them, if it was measured so."""
     best: dict[str, Record] = {}
     known = [record for record in records if record.cell.positions in POSITIONS and record.cell.seed == 0]  # others: controls
     for record in sorted(known, key=lambda record: POSITIONS.index(record.cell.positions)):
@@ -227,7 +227,7 @@ def page(sources: Sequence[Source], ours: Sequence[Ours]) -> str:
 
 
 def _verdict(found: Mapping[str, Sequence[Comparison]]) -> str:
-    """What comes out, in a sentence, and how much is behind it."""
+    """State the result in a sentence, and how much is behind it."""
     counting = [(question, one) for question, tasks in found.items() for one in tasks if one.agreement]
     sure = [f"{one.ours.model}'s `{one.ours.task}`, question {question}" for question, one in counting if one.p < LEVEL]
     told = "Not shown: no task of ours orders" if not sure else f"Shown for {'; '.join(sure)}, and no other task: it orders"
@@ -247,7 +247,7 @@ def _numbers(tasks: Sequence[Comparison]) -> str:
 
 
 def _matched(sources: Sequence[Source], ours: Sequence[Ours]) -> str:
-    """Which records stand for which rules."""
+    """State which records stand for which rules."""
     rules = [rule for source in sources for rule in source.policies.values()]
     absent = {str(rule) for rule in rules if all(task.index(rule) is None for task in ours)}
     return f"{_MATCHING} {len(absent)} published rules have no record." if absent else _MATCHING

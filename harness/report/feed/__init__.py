@@ -88,7 +88,7 @@ def token_numbers(question: Question) -> int:
 
 
 def rows_of(question: dict[str, Any]) -> list[dict[str, Any]]:
-    """All rows of a question of the feed, references first."""
+    """Return all rows of a question of the feed, references first."""
     return [*question["references"], *(row for budget in question["budgets"] for row in budget["rows"])]
 
 
@@ -111,7 +111,7 @@ def _question(question: Question) -> dict[str, Any]:
 
 
 def _budget(question: Question, capacity: int | None, names: dict[str, str], heading: str) -> dict[str, Any]:
-    """All policies of a capacity, the best first."""
+    """Return the feed's entry of a capacity, with all policies, the best first."""
     rows, base = question.at(capacity), reference(question, capacity)
     ranks = question.ranks(capacity)
     placed = [Placed(row, names[row_id(row)], ranks.get(question.numbers[id(row)]), loss(question, row, base)) for row in rows]
@@ -130,7 +130,7 @@ def _budget(question: Question, capacity: int | None, names: dict[str, str], hea
 
 
 def _pair(question: Question, one: Row, other: Row) -> list[float] | None:
-    """[value, low, high] of what the other loses; only the value if there is no interval, and None if the two can't be paired."""
+    """Return [value, low, high] of the other's loss; only the value if there is no interval; None if the two can't be paired."""
     change = question.change(other, one)
     return None if change is None else [float(f"{x:.4g}") for x in (change.value, change.low, change.high) if x is not None]
 

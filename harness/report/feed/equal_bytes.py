@@ -36,7 +36,7 @@ class Formats:
     dense: Row
 
     def at(self, share: Fraction) -> list[Row]:
-        """Of every policy and format, the largest cache that holds no more than this share of dense's bytes."""
+        """Return, for every policy and format, the largest cache that holds no more than this share of dense's bytes."""
         most, found = share * (_held(self.dense) or 0), dict[str, Row]()
         for row in sorted(self.whole.rows, key=lambda r: _held(r) or 0):
             if 0 < (_held(row) or 0) <= most and self.whole.figure(row) is not None:
@@ -49,7 +49,7 @@ class Formats:
         return max(row.cell.capacity or 0 for row in self.whole.rows)
 
     def _kind(self, row: Row) -> str:
-        """What rows of other capacities have, too: the policy and the format, and parameters if they tell policies apart.
+        """Return what identifies a policy and format at any capacity, with parameters if they tell policies apart.
 
         Parameters are bound to a capacity: H2O's window is half of it.
         """
@@ -75,7 +75,7 @@ def _formats(group: Sequence[Question]) -> Formats | None:
 
 
 def as_json(formats: Formats) -> dict[str, Any]:
-    """What the feed has of it."""
+    """Return the entry of the feed."""
     question, cell = formats.whole, formats.whole.first.cell
     rows = {row_id(row): _row(formats, row) for row in question.rows if _held(row) and question.figure(row) is not None}
     kept = {share: {row_id(row): row for row in formats.at(share)} for share in SHARES}
@@ -103,7 +103,7 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
 
 
 def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """All policies and formats of a size, the best first."""
+    """Return the feed's entry of a size, with all policies and formats, the best first."""
     question, ids = formats.whole, list(kept)
     found = _ranks(question, list(kept.values()))
     shown = [rows[at] | {"rank": rank and list(rank)} for at, rank in zip(ids, found, strict=True)]
@@ -120,7 +120,7 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
 
 
 def _ranks(question: Question, rows: Sequence[Row]) -> list[Rank | None]:
-    """The ranks of rows among each other, corrected for the number of pairs."""
+    """Return the ranks of rows among each other, corrected for the number of pairs."""
     pairs = itertools.combinations(range(len(rows)), 2)
     compared = {(i, j): found for i, j in pairs if (found := question.comparison(rows[i], rows[j])) is not None}
     return list(ranks(range(len(rows)), corrected(compared)).values())

@@ -50,7 +50,7 @@ class Loss:
 
 
 def loss(question: Question, row: Row, base: Row | None) -> Loss | None:
-    """What a row loses to another; None if the two can't be paired."""
+    """Return the loss of a row to another; None if the two can't be paired."""
     change = None if base is None or row is base else question.change(row, base)
     return None if base is None or change is None else loss_of(question.measure, base, change)
 
@@ -71,7 +71,7 @@ def percent(nats: float) -> float:
 
 
 def reference(question: Question, capacity: int | None) -> Row | None:
-    """What the caches of a capacity are compared with; None if there is nothing valid.
+    """Return the row that the caches of a capacity are compared with; None if none is valid.
 
     It is the best recomputed window of that capacity, if every capacity has one. Otherwise it is the best of the largest
     capacity that has one, for all. Without any, it is dense, unless dense was read past the model's training length. Then it
@@ -106,7 +106,7 @@ def _has_trend(question: Question, dense: Row) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """What a table of policies answers.
+    """Question that a table of policies answers.
 
     Attributes:
         measure: what policies are judged by.
@@ -150,7 +150,7 @@ class Question:
 
     @property
     def capacities(self) -> list[int | None]:
-        """Of its caches, the smallest first; None where the prompt decides."""
+        """Capacities of the caches, the smallest first; None where the prompt decides."""
         return sorted({row.cell.capacity for row in self.caches}, key=lambda c: (c is None, c or 0))
 
     def at(self, capacity: int | None) -> list[Row]:
@@ -171,7 +171,7 @@ class Question:
 
     @cached_property
     def changes(self) -> dict[Pair, Change]:
-        """What the second of two caches of a capacity loses to the first, by their numbers, the first one smaller.
+        """Loss of the second of two caches of a capacity to the first, by their numbers, the first one smaller.
 
         Pairs that can't be compared are left out. Intervals are corrected for the number of pairs of the capacity.
         """
@@ -188,17 +188,17 @@ class Question:
         return {id(row): place for place, row in enumerate(self.rows)}
 
     def ranks(self, capacity: int | None) -> dict[int, Rank | None]:
-        """The ranks of the caches of a capacity that have a figure, by their numbers."""
+        """Return the ranks of the caches of a capacity that have a figure, by their numbers."""
         return ranks([self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None], self.changes)
 
     def comparison(self, a: Row, b: Row) -> Comparison | None:
-        """What b loses to a; None if the two can't be paired."""
+        """Return the loss of b to a; None if the two can't be paired."""
         if self.measure == "answers":
             return answer_comparison(a, b)
         return None if a.perplexity is None or b.perplexity is None else nll_comparison(a.perplexity, b.perplexity)
 
     def change(self, row: Row, base: Row) -> Change | None:
-        """What a row loses to another; None if the two can't be paired.
+        """Return the loss of a row to another; None if the two can't be paired.
 
         The interval of two caches of one capacity is corrected for the number of pairs; any other is of one comparison.
         """

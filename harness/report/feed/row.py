@@ -1,4 +1,4 @@
-"""One row of the feed: a policy at one capacity, with everything that was measured of it for a question."""
+"""Rows of the feed: a policy at one capacity, with everything that was measured of the policy for a question."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def cell_json(record: Record) -> dict[str, Any]:
 
 
 def provenance_json(record: Record) -> dict[str, Any]:
-    """How a cell was measured. Many cells have this in common."""
+    """Return how a cell was measured. Many cells have this in common."""
     facts, data = record.facts, record.data
     return {
         "device": facts.device, "instructions": facts.instructions, "threads": facts.threads, "platform": facts.platform,

@@ -27,7 +27,7 @@ _CITATION = re.compile(r"^Source:\s*(.*?)(?:\n\s*\n|\nDiffers:|\Z)", re.S | re.M
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a policy comes from.
+    """Origin of a policy: its paper and its code.
 
     Attributes:
         code: whose code ran: "KV Bench", or the file or module that was named.
@@ -42,7 +42,7 @@ class Origin:
 
 @lru_cache
 def origin(policy: str) -> Origin:
-    """Where the policy of this name comes from."""
+    """Return the origin of the policy of this name."""
     module, colon, _ = policy.partition(":")
     if colon:
         return Origin("transformers" if module == "hf" else Path(module).name, "", "")
@@ -61,7 +61,7 @@ _TASKS = {"streameval": "StreamEval", "arc_stream": "ARC as a stream", "turns": 
 
 
 def about(question: Question) -> str:
-    """Which model answers: how large it is, where it was trained, and where kept tokens stand."""
+    """Describe the model: its size, its training length, and the positions of kept tokens."""
     cell, facts = question.first.cell, question.first.facts
     readme = _BUILTIN / cell.model.id.removeprefix("builtin:") / "README.md"
     ours = cell.model.id.startswith("builtin:") and readme.is_file()
@@ -130,7 +130,7 @@ def size(capacity: int | None) -> str:
 
 
 def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
-    """Which policy of a budget does best, what it loses and what it saves. rows: of the feed, in their order."""
+    """Describe which policy of a budget does best, its loss and its savings. rows: of the feed, in their order."""
     judged = [row for row in rows if _value(row, measure) is not None]
     return f"{_leaders(judged, measure)} {_price(judged[0], measure)}".strip() if judged else "Nothing was measured."
 
@@ -141,7 +141,7 @@ def _value(row: dict[str, Any], measure: str) -> float | None:
 
 
 def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
-    """Who may be best."""
+    """Name the policies that may be best."""
     best, leads = rows[0], "has the lowest perplexity" if measure == "perplexity" else "answers most correctly"
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
@@ -156,7 +156,7 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
 
 
 def _price(row: dict[str, Any], measure: str) -> str:
-    """What the row loses, holds and takes."""
+    """Describe the row's loss, bytes and time."""
     lost = [*_lost(row["loss"], measure), *_lost(row["loss_to_dense"], measure)]
     parts = [*_answered(row, measure), *lost, *_held(row["kv_share"]), *_taken(row)]
     if not parts:
@@ -176,7 +176,7 @@ def _answered(row: dict[str, Any], measure: str) -> list[str]:
 
 
 def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
-    """What the row loses to a reference, unless their difference may be chance."""
+    """Describe the row's loss to a reference, unless their difference may be chance."""
     if loss is None:
         return []
     value, low, high = loss["value"], loss["low"], loss["high"]
@@ -210,7 +210,7 @@ def _short(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """The same, with its sign."""
+    """Return the number with its sign."""
     return f"{'+' if value > 0 else '−' if value < 0 else ''}{_short(abs(value))}"
 
 

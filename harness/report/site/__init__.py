@@ -28,7 +28,7 @@ _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 def render(
     feed: dict[str, Any], pictures: Mapping[str, Any] | None = None, embedded_bytes: int = EMBEDDED_BYTES
 ) -> tuple[str, dict[str, str]]:
-    """The page of a feed, and the files of its folder by name. The same feed gives the same bytes.
+    """Return the page of a feed, and the files of its folder by name. The same feed gives the same bytes.
 
     Args:
         feed: of the records to show (`feed.feed`).
@@ -53,7 +53,7 @@ def render(
 
 
 def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The entry in the index and the data of each suite: that of the default question first, then others of its model."""
+    """Return each suite's entry in the index and its data: the default question's suite first, then others of its model."""
     default = next((question for question in feed["questions"] if question["id"] == feed["default"]), None)
     found = []
     for suite, version in dict.fromkeys((cell["suite"], cell["suite_version"]) for cell in feed["cells"]):
@@ -79,12 +79,12 @@ def _suite(part: dict[str, Any]) -> tuple[str, int]:
 
 
 def program() -> str:
-    """The modules of the page, joined to one: what they import is defined above."""
+    """Return the modules of the page as one: what a module imports is defined above it."""
     modules = ((_HERE / "js" / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", module)) for module in modules)
 
 
 def _literal(data: Any) -> str:
-    """JSON in which no text can end the script element."""
+    """Return JSON in which no text can end the script element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

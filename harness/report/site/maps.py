@@ -22,7 +22,7 @@ _MAX_LAYERS = 16  # of a picture; of a deeper model, layers spread over its dept
 
 
 def maps(records: Sequence[Record], files: Mapping[int, Path]) -> dict[str, list[dict[str, Any]]]:
-    """Pictures by the cell ids of the feed: {"kind", "layers": [{"layer", "png", "width", "height"}], "columns", "rows"}.
+    """Return pictures by the cell ids of the feed: {"kind", "layers": [{"layer", "png", "width", "height"}], "columns", "rows"}.
 
     Args:
         records: of the page.
@@ -38,7 +38,7 @@ def maps(records: Sequence[Record], files: Mapping[int, Path]) -> dict[str, list
 
 
 def _kept(record: Record, folder: Path) -> dict[str, Any] | None:
-    """Which positions are held after which step: the share of a layer's KV heads that hold a position."""
+    """Draw the positions held after each step: the share of a layer's KV heads that hold a position."""
     if record.facts.keep_map is None:
         return None
     try:
@@ -53,7 +53,7 @@ def _kept(record: Record, folder: Path) -> dict[str, Any] | None:
 
 
 def _logits(record: Record, folder: Path) -> dict[str, Any] | None:
-    """Mean attention logits among the first tokens, averaged over heads."""
+    """Draw mean attention logits among the first tokens, averaged over heads."""
     if record.trace is None or not record.trace.file.endswith(logit_maps.SUFFIX):
         return None
     try:
