@@ -99,6 +99,13 @@ def test_every_command_reads_both_forms(answered, capsys):
     assert datetime.datetime.fromisoformat(store.stamp(made, finished - datetime.timedelta(hours=1))) > finished
 
 
+def test_pages_of_one_suites_file_need_a_place(answered, tmp_path, capsys):
+    file = answered[2] / "s.jsonl"
+    code, _, said = bench(capsys, "leaderboard", "--results", file)
+    assert (code, said) == (Exit.MISTAKE, f"bench: {file}: the records of one suite: say with --out where the pages go\n")
+    assert bench(capsys, "leaderboard", "--results", file, "--out", tmp_path / "pages.md")[0] == 0
+
+
 def test_a_revision_has_both_files_of_a_suite(answered, tmp_path, monkeypatch):
     made, _, published = answered
     shutil.copytree(published, tmp_path / "repository/leaderboard/records")

@@ -82,6 +82,8 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
 
     if form and not figures:
         raise UserError("--format: give --figures, too")
+    if out is None and Path(results).is_file() and Path(results).suffix == ".jsonl":
+        raise UserError(f"{results}: the records of one suite: say with --out where the pages go")
     targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
         _refuse_foreign_file(path, option)
@@ -114,7 +116,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
 
 
 def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
-    """Return the option that decides the file of each page to write (leaderboard, paper, site, feed), and the file.
+    """Return (option that decides the file, file) for each page to write: leaderboard, paper, site, feed.
 
     Raises:
         UserError: two pages have the same file, or --out names no file.
