@@ -68,3 +68,14 @@ def test_elsewhere_a_line_is_written_now_and_then(clock):
     lines = screen.file.getvalue().splitlines()
     assert lines[1] == "[2/2] random 8: FAILED, MemoryError: no room"
     assert lines[2] == "1 cell was finished before and skipped (--fresh measures it again)"
+
+
+@pytest.mark.parametrize(("until", "left"), [(None, "about 2 min left"), (90.0, "about 40 s left"), (10.0, "about 1 s left")])
+def test_the_time_left_ends_with_the_runs_time(until, left, clock):
+    screen = console(terminal=False)
+    clock[0] = 0.0
+    with ProgressView(screen, **({} if until is None else {"until": until})) as view:
+        view.begin("h2o 8", 1, 3, 1000)
+        clock[0] += 50
+        view.end("h2o 8", finished(), False)
+    assert screen.file.getvalue().splitlines()[0].endswith(left)

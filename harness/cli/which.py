@@ -115,7 +115,7 @@ def which(
             return
     deadline = Deadline(cells, until, estimator)
     del estimator  # the deadline frees its model
-    records = request.measure(Path(results), cells, fresh, tracebacks=debugging(), wanted=deadline.wants)
+    records = request.measure(Path(results), cells, fresh, tracebacks=debugging(), wanted=deadline.wants, until=until)
     for note in deadline.notes:
         click.echo(note, err=True)
     _show(records, wish, results, as_json)

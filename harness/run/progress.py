@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -104,9 +105,14 @@ def _worth(record: Record) -> float | None:
 class ProgressView(RunWatcher):
     """Shows on a console how many cells are done, and what this process or each of several workers measures."""
 
-    def __init__(self, console: Console, tracebacks: bool = False) -> None:
-        """Watch a run. `tracebacks` shows those of failed cells, too."""
-        self._console, self._tracebacks = console, tracebacks
+    def __init__(self, console: Console, tracebacks: bool = False, until: float = math.inf) -> None:
+        """Watch a run.
+
+        Args:
+            tracebacks: show those of failed cells, too.
+            until: moment of `time.monotonic` at which the run ends at the latest.
+        """
+        self._console, self._tracebacks, self._until = console, tracebacks, until
         self._rows = _rows(console) if console.is_terminal else None
         self._all = None if self._rows is None else self._rows.add_task("cells", total=None, text="")
         self._in_flight: dict[str, _InFlight] = {}  # by worker; "" is this process
@@ -221,9 +227,12 @@ class ProgressView(RunWatcher):
         return ", ".join([*parts, *self._left(now)])
 
     def _left(self, now: float) -> list[str]:
-        """The time left, if the other cells take as long as those that this run has measured."""
+        """The time left, if the other cells take as long as those that this run has measured; at most until the run's end."""
         left = self._cells - self._done
-        return [f"{about((now - self._begun) / self._measured * left)} left"] if self._measured and left > 0 else []
+        if not self._measured or left <= 0:
+            return []
+        seconds = min((now - self._begun) / self._measured * left, max(0.0, self._until - now))
+        return [f"{about(seconds)} left"]
 
     def _line(self, text: str) -> None:
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)

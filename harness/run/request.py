@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -88,10 +89,12 @@ class RunRequest:
     def measure(
         self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False, *,
         progress: bool = True, tracebacks: bool = False, keep: KeepSteps | None = None, wanted: Wanted | None = None,
+        until: float = math.inf,
     ) -> list[Record]:  # fmt: skip
         """Measure the cells that have no record yet. Returns the records of all, without groups that are not `wanted`.
 
-        `tracebacks` shows those of failed cells on stderr; for the others see `RunOptions`. Workers on Ray measure all.
+        `tracebacks` shows those of failed cells on stderr; `until` is the moment of `time.monotonic` at which `wanted` accepts no
+        more, for the progress. For the others see `RunOptions`. Workers on Ray measure all.
         """
         from kvbench.harness.records import RecordStore
         from kvbench.harness.run.executor import RunWatcher
@@ -99,7 +102,7 @@ class RunRequest:
 
         options = self._options(block, walk, fresh, keep)
         with ExitStack() as stack:
-            watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks)) if progress else RunWatcher()
+            watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks, until)) if progress else RunWatcher()
             watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
             return self._run(self._installed(cells, watcher), RecordStore(results), options, watcher, wanted)
 
