@@ -155,7 +155,7 @@ def _show(records: Sequence[Record], wish: Wish, results: str, as_json: bool) ->
     """Print the sentence and the table, and write the page."""
     from kvbench.harness.report.closing import closing
     from kvbench.harness.report.doubts import with_doubts
-    from kvbench.harness.report.which import LEGEND, which
+    from kvbench.harness.report.which import legend, which
 
     answer, troubles = which(records, wish.model, wish.budget), closing(with_doubts(records)).troubles if records else ()
     if as_json:
@@ -164,7 +164,7 @@ def _show(records: Sequence[Record], wish: Wish, results: str, as_json: bool) ->
     else:
         print_rows(list(answer.rows), False)
         click.echo()
-        for text in (answer.sentence, LEGEND) if records else (answer.sentence,):
+        for text in (answer.sentence, legend(answer.rows)) if records else (answer.sentence,):
             click.echo(click.wrap_text(text, line_width()))
     for trouble in troubles:
         click.echo(trouble, err=True)

@@ -17,12 +17,12 @@ from kvbench.harness.report.markdown import digits
 
 _MAX_NAMES = 3  # in a sentence
 _BEST = " *"  # behind a figure that no other beats at 95 % confidence
-LEGEND = (
-    "*: no other is better at 95 % confidence. text: perplexity lost to dense, beside which stands the perplexity itself; "
-    "tokens are evicted at every step, and kept ones stand at their ranks. after a prompt: the same of text after a prompt that "
-    "was cut once. seen, unseen: right answers about a prompt that was cut once, after or before the question was seen. After "
-    "such a cut, kept tokens stand at their positions in the text. K/V: of dense's bytes."
-)
+_LEGEND = {  # by what the head of a column contains
+    "text": "text: perplexity lost to dense; a token is evicted at every step, and kept tokens are renumbered.",
+    "after a prompt": "after a prompt: the same for text after a prompt that was cut once; kept tokens keep their positions.",
+    "seen": "seen, unseen: right answers about a prompt that was cut once, after or before the policy saw the question.",
+    "K/V": "K/V: share of dense's bytes.",
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,13 @@ def which(records: Sequence[Record], model: str, budget: int) -> BestPolicy:
     measured = {head: len(rows) for head, _, rows in asked}
     table = [{head: row.get(head, "") for head in columns} for row in ordered]
     return BestPolicy(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", table)
+
+
+def legend(rows: Sequence[dict[str, str]]) -> str:
+    """Explain the columns of a table."""
+    heads = rows[0] if rows else {}
+    known = [text for part, text in _LEGEND.items() if any(part in head for head in heads)]
+    return " ".join(["*: no other policy is better at 95 % confidence.", *known])
 
 
 def _certainty(records: Sequence[Record], counts: dict[str, int]) -> str:

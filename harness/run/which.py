@@ -32,7 +32,8 @@ _LATENCY = {"prompt": 16, "rounds": 6, "sittings": 2, "most_sittings": 2, "steps
 _CORE = ("dense", "sink_window", "random", "h2o")
 _NEXT = ("snapkv", "expected_attention", "keydiff", "tova")
 _STAGES = ("step", "prompt", "questions")
-_KINDS = ("kvbench_once", "kvbench_needle")  # of questions
+_LOOKUPS = ("kvbench_once", "kvbench_needle")  # questions that built-in models were trained for
+_FACTS = ("kvbench_facts_popular", "kvbench_facts_needle")  # questions that a pretrained model can complete
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def suite_for(wish: Wish, estimator: Estimator, left: float) -> tuple[str, list[
         fit = f"Only {streams} stream{'s' * (streams > 1)} of {length:,} tokens can be read"
         notes.append(f"{fit}: an interval needs {MIN_BLOCKS}. No questions are asked.")
     else:
-        asking, why = _questions(wish.budget + _LEAST_EVICTED, trained, tokenizer, streams)
+        kinds = _LOOKUPS if wish.model.startswith("builtin:") else _FACTS
+        asking, why = _questions(kinds, wish.budget + _LEAST_EVICTED, trained, tokenizer, streams)
         fields["task"] += asking
         notes += [why] if why else []
     fields["task"].append({"name": "latency", "tokens": wish.budget + _LEAST_EVICTED, **_LATENCY, "evict": "step"})
@@ -245,10 +247,12 @@ def _available(text: dict[str, Any], length: int, streams: int, tokenizer: Any, 
         streams = max(1, streams * 2 // 3)
 
 
-def _questions(least: int, trained: int | None, tokenizer: Any, limit: int) -> tuple[list[dict[str, Any]], str]:
+def _questions(
+    names: Sequence[str], least: int, trained: int | None, tokenizer: Any, limit: int
+) -> tuple[list[dict[str, Any]], str]:
     """The task with questions whose prompts have at least so many tokens, or why there is none."""
     lm_eval, kinds = plugins.task_class("lm_eval"), []
-    for kind in _KINDS:
+    for kind in names:
         lengths = lm_eval.data(lm_eval.options(tasks=kind, limit=MIN_BLOCKS), lambda: tokenizer, None).lengths
         kinds += [kind] if min(lengths) >= least and (trained is None or max(lengths) <= trained) else []
     if not kinds:
