@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -244,6 +244,30 @@ def _classes_in(module: ModuleType, path: str, kind: _Kind) -> str:
     classes = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, base)]
     names = [f"{path}:{x.__name__}" for x in classes if x.__module__ == module.__name__]
     return f"name the class, e.g. {', '.join(names)}" if names else f"it defines no class that inherits from {kind.base_name}"
+
+
+def load_model_type(name: Any) -> None:
+    """Import the entry point of the group `bench.models` with this name, which makes a model type known to transformers.
+
+    Raises:
+        UserError: its module can't be imported or doesn't define it.
+    """
+    for entry in entries("bench.models"):
+        if entry.name == name:
+            load_entry_point(entry)
+
+
+def entries(group: str) -> list[EntryPoint]:
+    """The entry points of `kvbench.lab` in a group, and those of installed packages."""
+    return [*(entry for entry in _lab_entries() if entry.group == group), *entry_points(group=group)]
+
+
+@lru_cache
+def _lab_entries() -> tuple[EntryPoint, ...]:
+    """The entry points in `lab/entry_points.txt`, which is no metadata of a package, so that a checkout needs no installation."""
+    spec = importlib.util.find_spec("kvbench.lab")
+    folders = None if spec is None else spec.submodule_search_locations
+    return tuple(Distribution.at(folders[0]).entry_points) if folders else ()
 
 
 def load_entry_point(entry: EntryPoint) -> object:

@@ -27,7 +27,6 @@ from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.stored import copied, storage_bytes, tensors_in
-from kvbench.harness.engine.variants.base import Variant
 
 _NOT_OF_A_CACHE = (nn.Module, type)
 
@@ -227,7 +226,7 @@ def usual_attention(hf: PreTrainedModel, policy: Contestant) -> str:
     Raises:
         ValueError: it leaves out a part of the model.
     """
-    if isinstance(hf, Variant) or getattr(hf.config.get_text_config(), "zero_sink", False):
+    if hasattr(hf, "own_attention") or getattr(hf.config.get_text_config(), "zero_sink", False):
         raise ValueError("its attention is not transformers' own, so only our loop can read it with a cache")
     name = policy.attention or ("sdpa" if hf._supports_sdpa else "eager")
     with attention_by(hf, name):  # raises if the family does not have it

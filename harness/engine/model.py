@@ -24,7 +24,6 @@ from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, ans
 from kvbench.harness.engine.kernel_interface import FusedStepError, fused_logits
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import LayerShape
-from kvbench.harness.engine.variants.base import Variant
 
 
 class UnsupportedModelError(ValueError):
@@ -226,8 +225,8 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None, shared: bool = Fa
     Raises:
         UnsupportedModelError: it can't be driven exactly; the message says why.
     """
-    if isinstance(hf, Variant) and hf.undrivable is not None:
-        raise UnsupportedModelError(hf.undrivable)
+    if reason := getattr(hf, "undrivable", None):  # which the class of a model may say
+        raise UnsupportedModelError(reason)
     if not shared:
         with_our_attention(hf.requires_grad_(False))
     if (kinds := probes.adaptive_rope(hf)) and rope_length is None:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from transformers import PreTrainedModel
 
 from kvbench.harness.engine.attention import implemented_by
-from kvbench.harness.engine.variants.base import Variant
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 
 
@@ -24,8 +23,11 @@ def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def own_attention(hf: PreTrainedModel) -> AbstractContextManager[None]:
-    """Run the model with its own attention, as its authors wrote it, for a reference forward pass."""
-    if isinstance(hf, Variant):
-        return attention_by(hf, hf.own_attention)
+    """Run the model with its own attention, as its authors wrote it, for a reference forward pass.
+
+    The class of a model may name its function, registered with transformers, as `own_attention`.
+    """
+    if name := getattr(hf, "own_attention", None):
+        return attention_by(hf, name)
     zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # transformers has no attention for it
     return attention_by(hf, ZERO_SINK if zero_sink else "eager")

@@ -10,6 +10,7 @@ E hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +21,6 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.own_attention import attention_by, own_attention
-from kvbench.harness.engine.variants.base import Weighing, nonzero, sinks_of, weighing_of
 
 NAME = "kv_bench_watch"
 _MAX_SCORES = 2**23  # of a chunk
@@ -29,6 +29,38 @@ _CHECK_TOLERANCE = 1e-3  # relative to the largest hidden state
 
 class NotWatchableError(ValueError):
     """The attention of this model can't be recorded; the message says why."""
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How attention weights follow from logits, where that is no softmax.
+
+    A model says so by a method of its config: `attention_weighing(module, query, scaling)` returns it for a layer's attention
+    module and queries, [B, Q, t, D], or None for a softmax.
+
+    Attributes:
+        weights: of a query's logits, those of hidden keys at -inf. [B, Q, t, L] -> [B, Q, t, L].
+        bounded: a query's weights sum to at most 1, and the rest goes to no token. If not, they may sum to anything.
+    """
+
+    weights: Callable[[Tensor], Tensor]
+    bounded: bool
+
+    def shares(self, weights: Tensor) -> Tensor:
+        """The part of a query's attention that each key gets: the weights, or their share of an unbounded sum. [..., L]."""
+        return weights if self.bounded else weights / nonzero(weights.sum(-1, keepdim=True))
+
+
+def nonzero(sums: Tensor) -> Tensor:
+    """Sums to divide by: weights that are all 0 have shares of 0."""
+    return sums.masked_fill(sums == 0, 1)
+
+
+def weighing_of(module: nn.Module, query: Tensor, scaling: float) -> Weighing | None:
+    """How the attention weights of a layer's queries follow from their logits; None if by a softmax."""
+    of_config = getattr(getattr(module, "config", None), "attention_weighing", None)
+    weighing: Weighing | None = None if of_config is None else of_config(module, query, scaling)
+    return weighing
 
 
 @dataclass(frozen=True)
@@ -102,13 +134,11 @@ def _attention(
     current.watcher.see_vectors(current.layer, key, value)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    weighing = weighing_of(getattr(module, "config", None))
     rows = max(1, _MAX_SCORES // (query.shape[:2].numel() * key.shape[2]))
-    sinks = sinks_of(module, query, terms.scaling, terms.sink_logits)
     out = torch.empty(*query.shape[:3], value.shape[-1], dtype=value.dtype, device=value.device)
     for first in range(0, query.shape[2], rows):
-        of_chunk = None if sinks is None else sinks[:, :, first : first + rows]
-        chunk = _chunk(current.layer, query[:, :, first : first + rows], key, first, causal, terms, of_chunk, weighing)
+        part = query[:, :, first : first + rows]
+        chunk = _chunk(current.layer, part, key, first, causal, terms, weighing_of(module, part, terms.scaling))
         current.watcher.see_chunk(chunk)
         out[:, :, first : first + rows] = chunk.mix(value[:, :, : chunk.weights.shape[-1]])
     current.layer += 1
@@ -116,10 +146,9 @@ def _attention(
 
 
 def _chunk(
-    layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, sinks: Tensor | None,
-    weighing: Weighing | None,
+    layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, weighing: Weighing | None
 ) -> Chunk:  # fmt: skip
-    """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D], sinks [B, Q, t]."""
+    """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D]."""
     end = first + query.shape[2] if causal else keys.shape[2]
     logits = query @ keys[:, :, :end].mT * terms.scaling
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -137,9 +166,10 @@ def _chunk(
         if weighing.bounded:
             return Chunk(layer, first, causal, logits, weights, (1 - total[..., 0]).clamp(min=0))
         return Chunk(layer, first, causal, logits, weights / nonzero(total), None, total)
-    if sinks is None:
+    if terms.sink_logits is None:
         return Chunk(layer, first, causal, logits, logits.softmax(-1), None)
-    weights = torch.cat([logits, sinks.to(logits.dtype)[..., None]], -1).softmax(-1)
+    sinks = terms.sink_logits.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
+    weights = torch.cat([logits, sinks], -1).softmax(-1)
     return Chunk(layer, first, causal, logits, weights[..., :-1], weights[..., -1])
 
 

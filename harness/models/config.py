@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-import kvbench.harness.engine.variants  # noqa: F401  # makes transformers know them
+import kvbench.harness.engine.variants.lckv  # noqa: F401  # makes transformers know it
+from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.shared_kv_config import kv_sources
 
@@ -39,6 +40,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
             _check_counts(part, name)
             if file != directory:
                 _refuse_quantised(part, name)
+            plugins.load_model_type(part.get("model_type"))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many kinds

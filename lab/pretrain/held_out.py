@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.variants.base import attention_weights, weighed, weighing_of
+from kvbench.harness.engine.watch import weighing_of
 from kvbench.lab.pretrain.config import PretrainConfig
 from kvbench.lab.pretrain.samples import NAMES, WORDED, TrainingSamples
+from kvbench.lab.variants.base import attention_weights, weighed
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
@@ -28,7 +29,8 @@ def _attention(
     """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     if getattr(module.config, "zero_sink", False):
         s_aux = query.new_zeros(query.shape[1])
-    weights, weighing = attention_weights(module, query, key, scaling, s_aux), weighing_of(module.config)
+    weights = attention_weights(module, query, key, scaling, s_aux)
+    weighing = weighing_of(module, query, scaling or query.shape[-1] ** -0.5)
     shares = weights.to(value.dtype) if weighing is None else weighing.shares(weights.to(value.dtype))
     layer: Any = module.layer_idx
     _layer_shares[layer] = shares[:, :, _FIRST_QUERY:, 0].float().mean((0, 2))

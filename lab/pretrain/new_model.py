@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.engine.variants import VARIANTS
-from kvbench.harness.engine.variants.gpt2 import WeighedGPT2Config, WeighedGPT2ForCausalLM
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.hub import model_directory
 from kvbench.lab.pretrain import sigma_reparam
 from kvbench.lab.pretrain.config import PretrainConfig
+from kvbench.lab.variants import VARIANTS
+from kvbench.lab.variants.gpt2 import WeighedGPT2Config, WeighedGPT2ForCausalLM
 
 
 def new_model(config: PretrainConfig) -> PreTrainedModel:

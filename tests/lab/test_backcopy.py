@@ -14,12 +14,12 @@ from kvbench.harness.core.errors import RefusedModelError
 from kvbench.harness.data import backcopy
 from kvbench.harness.data.stream import opening
 from kvbench.harness.engine.own_attention import own_attention
-from kvbench.harness.engine.variants.base import attention_weights
 from kvbench.harness.engine.watch import check as check_watch
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.lab.pretrain.config import find, load
 from kvbench.lab.pretrain.new_model import new_model
 from kvbench.lab.pretrain.train import pretrain
+from kvbench.lab.variants.base import attention_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
 SHORT = ["training.tokens=1400", "training.sample=70", "training.batch=2", "training.keep=[]", "shape.hidden=16"]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from kvbench.harness.engine.variants.base import VariantForCausalLM, register
+from kvbench.harness.engine.variants.base import register
+from kvbench.lab.variants.base import VariantForCausalLM
 
 
 class SinkLogitsConfig(LlamaConfig):

@@ -23,8 +23,10 @@ from torch.nn.functional import elu
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from kvbench.harness.engine.variants import clipped
-from kvbench.harness.engine.variants.base import Variant, Weighing, nonzero, register
+from kvbench.harness.engine.variants.base import register
+from kvbench.harness.engine.watch import Weighing, nonzero
+from kvbench.lab.variants.base import Variant, softmax
+from kvbench.lab.variants.clipped import clipped
 
 _KEY_BIAS_DEVIATION = 0.02  # as published
 
@@ -45,8 +47,7 @@ def _shares(weights: Callable[[Tensor], Tensor]) -> Weighing:
     return Weighing(normalised, bounded=True)
 
 
-def _pseudo(config: Any) -> Weighing:
-    longest = config.max_position_embeddings
+def _pseudo(longest: int) -> Weighing:
     hidden = [math.exp(-position / longest) for position in range(longest)]
     left = torch.tensor([sum(hidden[count:]) for count in range(longest + 1)]).log()  # for a query with `count` keys
 
@@ -57,13 +58,13 @@ def _pseudo(config: Any) -> Weighing:
     return Weighing(weights, bounded=True)
 
 
-WEIGHINGS: dict[str, Callable[[Any], Weighing]] = {  # by name in a recipe; of a config
+WEIGHINGS: dict[str, Callable[[int], Weighing]] = {  # by name in a recipe; of the training length
     "relu": lambda _: Weighing(_relu, bounded=False),
     "sigmoid": lambda _: Weighing(torch.sigmoid, bounded=False),
     "sigmoid_shares": lambda _: _shares(torch.sigmoid),
     "elu": lambda _: Weighing(_elu, bounded=False),
     "elu_shares": lambda _: _shares(_elu),
-    "clipped": clipped.weighing,
+    "clipped": clipped,
     "pseudo": _pseudo,
 }
 SOFTMAXES = ("key_bias", "qk_norm", "protected")  # names of the others
@@ -74,6 +75,14 @@ class WeighedGPT2Config(GPT2Config):
 
     model_type = "kv_bench_gpt2"
     weighing: str = "relu"
+
+    def attention_weighing(self, module: nn.Module, query: Tensor, scaling: float) -> Weighing | None:
+        """Return how weights follow from logits; None for a softmax over the keys alone."""
+        if self.weighing == "key_bias":
+            bias: Any = module.key_bias  # [Q, D]
+            sinks = (query * bias[:, None]).sum(-1) * scaling
+            return Weighing(lambda logits: softmax(logits, sinks), bounded=True)
+        return None if self.weighing in SOFTMAXES else WEIGHINGS[self.weighing](self.max_position_embeddings)
 
 
 class _NormedProjection(Conv1D):
@@ -105,15 +114,11 @@ class WeighedGPT2ForCausalLM(Variant, GPT2LMHeadModel):
             if config.weighing == "key_bias":
                 width = config.hidden_size // config.num_attention_heads
                 drawn = torch.randn(config.num_attention_heads, width) * _KEY_BIAS_DEVIATION
-                block.attn.key_bias = nn.Parameter(drawn)  # seen by `sinks_of`
+                block.attn.key_bias = nn.Parameter(drawn)
             if config.weighing in ("qk_norm", "protected"):
                 block.attn.c_attn = _NormedProjection(config, block.attn.c_attn)
             if config.weighing == "protected":
                 block.ln_1 = block.ln_2 = nn.Identity()
 
 
-def _weighing(config: Any) -> Weighing | None:
-    return None if config.weighing in SOFTMAXES else WEIGHINGS[config.weighing](config)
-
-
-register(WeighedGPT2ForCausalLM, _weighing)
+register(WeighedGPT2ForCausalLM)

@@ -7,15 +7,22 @@ Differs: nothing known. Ramapuram et al. 2024, arXiv:2409.04431, add a bias of -
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from kvbench.harness.engine.variants.base import VariantForCausalLM, Weighing, register
+from kvbench.harness.engine.variants.base import register
+from kvbench.harness.engine.watch import Weighing
+from kvbench.lab.variants.base import VariantForCausalLM
 
 
 class SigmoidConfig(LlamaConfig):
     """Llama's config with the model type of this variant."""
 
     model_type = "kv_bench_sigmoid"
+
+    def attention_weighing(self, module: nn.Module, query: Tensor, scaling: float) -> Weighing:
+        """Return sigmoids."""
+        return Weighing(torch.sigmoid, bounded=False)
 
 
 class SigmoidForCausalLM(VariantForCausalLM):
@@ -25,4 +32,4 @@ class SigmoidForCausalLM(VariantForCausalLM):
     undrivable = "its attention weights are sigmoids, not a softmax, so they are no shares that a policy could rank or lose"
 
 
-register(SigmoidForCausalLM, lambda _: Weighing(torch.sigmoid, bounded=False))
+register(SigmoidForCausalLM)

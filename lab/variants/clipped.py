@@ -6,12 +6,12 @@ Differs: T is the model's training length, also while samples are shorter, so ga
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from kvbench.harness.engine.variants.base import VariantForCausalLM, Weighing, register
+from kvbench.harness.engine.variants.base import register
+from kvbench.harness.engine.watch import Weighing
+from kvbench.lab.variants.base import VariantForCausalLM
 
 _ALPHA = 4.0
 
@@ -21,6 +21,10 @@ class ClippedConfig(LlamaConfig):
 
     model_type = "kv_bench_clipped"
 
+    def attention_weighing(self, module: nn.Module, query: Tensor, scaling: float) -> Weighing:
+        """Return the clipped softmax."""
+        return clipped(self.max_position_embeddings)
+
 
 class ClippedForCausalLM(VariantForCausalLM):
     """A Llama whose heads can leave tokens out altogether."""
@@ -29,9 +33,9 @@ class ClippedForCausalLM(VariantForCausalLM):
     undrivable = "its softmax is clipped, and the decode loop computes a plain one"
 
 
-def weighing(config: Any) -> Weighing:
+def clipped(training_length: int) -> Weighing:
     """Weights that sum to at most 1: n of them above 0 are what the softmax gives these keys, less (n - 1) alpha / T."""
-    gamma = -_ALPHA / config.max_position_embeddings
+    gamma = -_ALPHA / training_length
 
     def weights(logits: Tensor) -> Tensor:
         return ((1 - gamma) * logits.softmax(-1) + gamma).clamp(0, 1)
@@ -39,4 +43,4 @@ def weighing(config: Any) -> Weighing:
     return Weighing(weights, bounded=True)
 
 
-register(ClippedForCausalLM, weighing)
+register(ClippedForCausalLM)
