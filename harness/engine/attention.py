@@ -37,6 +37,7 @@ NAME = "kv_bench"  # of the function, for transformers
 _ROTARY = re.compile(r"_?apply_\w*rotary\w*")  # transformers' names: apply_rotary_pos_emb, apply_rotary_emb and so on
 _MAX_SCORES = 2**24  # held in memory at once by `causal`
 _FUSED_QUERIES = 256  # at once, where the kernel holds no scores
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CUDA = {"cuda"}
 _FLASH_DTYPES, _FLASH_MAX_DIM = (torch.bfloat16, torch.float16), 256  # of PyTorch's FlashAttention
 
@@ -271,6 +272,8 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
             flat, keys, values, mask, is_causal=mask is None, scale=terms.scaling, enable_gqa=flat.shape[1] > keys.shape[1]
         )
         return out.view(*query.shape[:4], values.shape[3])
+    if plain and can_fuse(query, values, terms):
+        return _past_and_own(query, keys, values, terms.scaling)
     rows = max(1, _MAX_SCORES // (query.shape[:3].numel() * length))
     if terms.softcap is None and terms.sink_logits is None:
         rows = max(rows, min(tokens, _FUSED_QUERIES))
@@ -279,6 +282,44 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
         for t in range(0, tokens, rows)
     ]
     return torch.cat(chunks, 3)
+
+
+def can_fuse(query: Tensor, values: Tensor, terms: Terms) -> bool:
+    """Return whether `fused_attention` computes this attention."""
+    plain = terms.softcap is None and terms.sink_logits is None
+    return plain and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
+
+
+def fused_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of groups of queries by PyTorch's fused kernel for CPUs, which also returns the log-sum-exp.
+
+    Args:
+        query: rotated. [B, H, G, T, D].
+        keys: rotated. [B, H, L, D].
+        values: [B, H, L, D].
+        mask: added to the scores; nothing is when None. [G * T, L].
+
+    Returns:
+        [B, H, G, T, D], and the log-sum-exp of the scaled scores, [B, H, G, T], float32 or wider.
+    """
+    shape = query.shape[2:4]
+    out, log_sum = _FUSED(query.flatten(2, 3), keys, values, 0.0, False, attn_mask=mask, scale=scaling)
+    return out.unflatten(2, shape), log_sum.unflatten(2, shape)
+
+
+def _past_and_own(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """`causal` on CPUs: attention to the L - T tokens before the block and to the block itself, merged by their log-sum-exps.
+
+    Neither part needs a mask in memory, and the fused kernel skips half of the block's own scores.
+    """
+    past, group = keys.shape[2] - query.shape[3], query.shape[2]
+    before, before_sum = fused_attention(query, keys[:, :, :past], values[:, :, :past], scaling)
+    own_keys, own_values = (x[:, :, past:].repeat_interleave(group, 1) for x in (keys, values))
+    own, own_sum = _FUSED(query.flatten(1, 2), own_keys, own_values, 0.0, True, scale=scaling)
+    share = torch.sigmoid(own_sum.view_as(before_sum) - before_sum)[..., None]
+    return before.to(share.dtype).lerp(own.view_as(before).to(share.dtype), share).to(query.dtype)
 
 
 def _lower_right(tokens: int, length: int) -> Tensor:

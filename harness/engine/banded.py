@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.attention import Terms, weights
+from kvbench.harness.engine.attention import Terms, can_fuse, fused_attention, weights
 
 _MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
 
@@ -50,16 +50,16 @@ def banded(
     start = first + before - window  # of the first query's window
     outside = None if sinks is None else outside_windows(sinks, tokens, start)
     rows = min(max(_MIN_CHUNK, window), _MAX_CHUNK)
-    fused = _can_be_fused(query, values, terms)
+    by_kernel = can_fuse(query, values, terms)
     out, log_sums = [], []
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         low = max(0, before + start - window)
         chunk, part = slice(start, stop), slice(low, before + stop)
         size = (stop - start, before + start - low, window)
-        if fused:
+        if by_kernel:
             mask = _additive_mask(*size, query.shape[2], query.dtype)
-            near, log_sum = _fused(query[:, :, :, chunk], keys[:, :, part], values[:, :, part], mask, terms)
+            near, log_sum = fused_attention(query[:, :, :, chunk], keys[:, :, part], values[:, :, part], terms.scaling, mask)
             log_sums.append(log_sum)
         else:
             seen = _band(*size, query.device)
@@ -70,7 +70,9 @@ def banded(
             )  # fmt: skip
         out.append(near)
     near = torch.cat(out, 3)
-    return near if sinks is None or outside is None or not fused else merged(near, torch.cat(log_sums, 3), sinks, outside, terms)
+    if sinks is None or outside is None or not by_kernel:
+        return near
+    return merged(near, torch.cat(log_sums, 3), sinks, outside, terms)
 
 
 @lru_cache(maxsize=16)
@@ -102,21 +104,6 @@ def _plain(
     flat = scores.flatten(0, 1).flatten(1, 2)
     mass = weights(flat, terms, heads, seen.repeat(query.shape[2], 1)).view(scores.shape)
     return torch.einsum("bhgtl,bhld->bhgtd", mass.to(values.dtype), values)
-
-
-def _can_be_fused(query: Tensor, values: Tensor, terms: Terms) -> bool:
-    """Whether PyTorch's fused kernel that also returns the log-sum-exp supports this."""
-    plain = terms.softcap is None and terms.sink_logits is None
-    return plain and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
-
-
-def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """The window's attention from PyTorch's fused kernel. -> [B, H, G, T, Dv] and its log-sum-exp [B, H, G, T]."""
-    shape = query.shape[2:4]
-    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.flatten(2, 3), keys, values, 0.0, False, attn_mask=mask, scale=terms.scaling
-    )
-    return out.unflatten(2, shape), log_sum.unflatten(2, shape)
 
 
 def merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
