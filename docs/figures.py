@@ -19,8 +19,8 @@ from kvbench.harness.data.backcopy import best_nll, text
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.markdown import table
-from kvbench.harness.tasks.attention.schema import AttentionMetrics
 from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
+from kvbench.lab.attention.schema import AttentionMetrics
 
 _LEADS = (("snapkv", "random", 192), ("snapkv", "h2o", 192), ("h2o", "random", 192), ("h2o", "random", 96))
 

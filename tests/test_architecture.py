@@ -152,15 +152,18 @@ def test_no_attribute_is_born_outside_init():
                 assert attributes_set(method) <= born, f"{path}: {kind.name}.{method.name}"
 
 
-BASELINE = str(ROOT / "leaderboard/baselines/quickstart")
-HEAVY = {"torch", "transformers", "datasets", "lm_eval", "pandas", "kvbench.lab"}
+BASELINE, WITHOUT_ATTENTION = (str(ROOT / "leaderboard/baselines" / name) for name in ("quickstart", "formats"))
+HEAVY = {"torch", "transformers", "datasets", "lm_eval", "pandas", "kvbench.lab.pretrain"}
+LAB = "kvbench.lab"  # which knows more figures of the task attention than the harness
 
 
 @pytest.mark.parametrize(
     ("command", "but"),
     [
-        (["--help"], {"numpy", "scipy", "pydantic"}),
-        (["run", "--help"], {"numpy", "scipy", "pydantic"}),
+        (["--help"], {"numpy", "scipy", "pydantic", LAB}),
+        (["run", "--help"], {"numpy", "scipy", "pydantic", LAB}),
+        (["leaderboard", "--results", WITHOUT_ATTENTION, "--out", "-"], {LAB}),
+        (["check", "--baseline", WITHOUT_ATTENTION, "--results", WITHOUT_ATTENTION], {LAB}),
         (["leaderboard", "--results", BASELINE, "--out", "-"], set()),
         (["compare", BASELINE, BASELINE], {"scipy"}),
         (["check", "--baseline", BASELINE, "--results", BASELINE], set()),  # intervals of attention are computed again

@@ -1,70 +1,39 @@
-"""The attention task: what is shown is what the model computes, and figures are those of their definitions."""
+"""The attention task of the harness: what is shown is what the model computes, and figures are those of their definitions."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import bench_in
-from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+from stored import RECORDS
+from watched import IDS, TOKENS, Whole, eager_weights
 
+from kvbench.harness.core import plugins
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.model import adopt
-from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.watch import Chunk, check, watch
+from kvbench.harness.engine.method import Method
+from kvbench.harness.engine.watch import check, watch
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
-from kvbench.harness.models.load import load_model
-from kvbench.harness.tasks.attention.figures import figures, top_channels
-from kvbench.harness.tasks.attention.measure import read_recorded
-from kvbench.harness.tasks.attention.notes import Lost, Notes
-from kvbench.harness.tasks.common.samples import buckets
+from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.task import task_of
+from kvbench.harness.tasks.attention import AttentionTask
+from kvbench.harness.tasks.attention.figures import figures
+from kvbench.harness.tasks.attention.measure import Notes
+from kvbench.harness.tasks.attention.schema import AttentionOptions
+from kvbench.harness.tasks.common.samples import samples
+from kvbench.harness.tasks.task import Job, MeasurementError
+from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
-from kvbench.policies.knorm import Knorm
-from kvbench.policies.sink_window import SinkWindow
-
-TOKENS = 40
-IDS = torch.randint(3, 120, (2, TOKENS), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(watching, "_MAX_SCORES", 2 * 4 * 7 * TOKENS)  # 7 queries at once
-
-
-class Whole:
-    """Keeps all weights."""
-
-    def __init__(self) -> None:
-        self.chunks: list[list[Chunk]] = []
-        self.norms: list[Tensor] = []
-        self.hidden: list[Tensor] = []
-
-    def see_vectors(self, layer, keys, values):
-        self.norms.append(values.norm(dim=-1))
-
-    def see_chunk(self, chunk):
-        if chunk.layer == len(self.chunks):
-            self.chunks.append([])
-        self.chunks[chunk.layer].append(chunk)
-
-    def see_hidden(self, layer, hidden):
-        self.hidden.append(hidden)
-
-    def weights(self, layer: int) -> Tensor:
-        parts = [c.weights for c in self.chunks[layer]]
-        return torch.cat([nn.functional.pad(x, (0, TOKENS - x.shape[-1])) for x in parts], 2)
-
-
-def eager_weights(hf, ids: Tensor = IDS, mask: Tensor | None = None) -> list[Tensor]:
-    with attention_by(hf, "eager"), torch.inference_mode():
-        extra = {} if mask is None else {"attention_mask": mask}
-        return list(hf(input_ids=ids, use_cache=False, output_attentions=True, **extra).attentions)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "gemma3_text", "mistral", "qwen3", "gpt_oss"])
@@ -115,187 +84,43 @@ def test_figures_are_those_of_their_definitions():
     assert "sink_heads_interval" not in found  # two samples
 
 
-def test_channels_and_first_tokens_are_those_of_their_definitions():
-    """Against loops; two batches of samples add up."""
-    hf, whole, vectors = tiny_model("llama").double(), Whole(), []
-    whole.see_vectors = lambda layer, *both: vectors.append(both)
-    watch(hf, whole, input_ids=IDS)
-    album = []
-    for sample in range(2):
-        notes = Notes(TOKENS, 8)
-        watch(hf, notes, input_ids=IDS[sample : sample + 1])
-        album.append(notes)
-    energies = [sum(notes.energies()[f"{name}_energy"] for notes in album) for name in ("key", "value")]
-    for layer, both in enumerate(vectors):
-        for at, x in enumerate(both):
-            squares = np.array([[(x[:, h, 1:, d] ** 2).sum() for d in range(x.shape[3])] for h in range(x.shape[1])])
-            np.testing.assert_allclose(energies[at][layer], squares, rtol=1e-12)
-            most = [max(row) / sum(row) for row in squares]  # a sixteenth of 16 channels
-            assert top_channels(energies[at][layer]) == pytest.approx(np.mean(most))
-        norms = whole.hidden[layer].float().norm(dim=-1)
-        for sample, notes in enumerate(album):
-            noted = {name: x[0, layer] for name, x in notes.arrays().items() if name.startswith("initial")}
-            of_others = float(norms[sample, 4:].mean())
-            np.testing.assert_allclose(noted["initial_norm"], [*norms[sample, :4].tolist(), of_others], rtol=1e-5)
-            u = (whole.hidden[layer][sample].float() / norms[sample][:, None]).numpy()
-            others = range(4, TOKENS)
-            cosines = [np.mean([u[first] @ u[t] for t in others]) for first in range(4)]
-            cosines.append(np.mean([u[s] @ u[t] for s in others for t in others if s != t]))
-            np.testing.assert_allclose(noted["initial_cosine"], cosines, atol=1e-5)
+@pytest.fixture
+def without_lab(monkeypatch):
+    monkeypatch.setattr(plugins, "_lab_entries", tuple)
+    plugins._installed_task.cache_clear()
+    yield
+    plugins._installed_task.cache_clear()
 
 
-def flagged_llama(token: int):
-    """A Llama whose first hidden dim is 30 for one token, 0 for all others, and written by no layer."""
-    hf = tiny_model("llama", attention_bias=True)
-    with torch.no_grad():
-        hf.model.embed_tokens.weight[:, 0] = 0
-        hf.model.embed_tokens.weight[token, 0] = 30
-        for block in hf.model.layers:
-            block.self_attn.o_proj.weight[0], block.mlp.down_proj.weight[0] = 0, 0
-            block.self_attn.o_proj.bias[0] = 0
-    return hf
+def job(policy, capacity: int | None, folder: Path, **config) -> tuple[AttentionOptions, Job]:
+    """A cell of the built-in model on generated prose."""
+    options = AttentionOptions(data="prose", samples=24, tokens=48)
+    directory = model_directory("builtin:sink_1", None, False)
+    model, data = load_model(directory, "float32", torch.device("cpu")), samples(options, lambda: load_tokenizer(directory), None)
+    trace, progress = folder / "trace.npz", lambda tokens, text: None
+    return options, Job(model, CacheConfig(policy, capacity, **config), data, 8 * options.tokens, Method(), trace, progress)
 
 
-def test_a_sink_made_at_token_7_is_found_there():
-    hf, ids = flagged_llama(121), IDS.clone()
-    ids[:, 7] = 121
-    slow = hf.config.head_dim // 2 - 1  # a dim of head 1 that RoPE hardly turns
-    with torch.no_grad():
-        attention = hf.model.layers[1].self_attn
-        attention.q_proj.bias[hf.config.head_dim + slow] = 40
-        attention.k_proj.weight[slow] = 0
-        attention.k_proj.weight[slow, 0] = 5
-    notes = Notes(TOKENS, 16)
-    watch(hf, notes, input_ids=ids)
-    received = notes.mean_received()
-    assert float(received[1, :, 1, 7].min()) > 0.9
-    assert {(s, p) for s, p, _ in notes.other_sinks(0.3)} == {(0, 7), (1, 7)}
-    assert {share for _, _, share in notes.other_sinks(0.9)} == {1 / 8}
+def test_the_task_needs_no_lab(without_lab, tmp_path):
+    task = plugins.task_class("attention")
+    assert task is AttentionTask
+    options, cell = job(Dense(), None, tmp_path)
+    metrics = task.run(options, cell)
+    assert metrics.samples == 24
+    assert max(map(max, metrics.first_by_head)) > 0.5  # 0.62 at the end of its training
+    with cell.trace.open("rb") as trace, np.load(trace) as noted:
+        again = figures(noted, options.epsilon)
+    assert again.keys() == metrics.as_json().keys()
+    assert again["first_interval"] == pytest.approx(metrics.first_interval, rel=1e-6)
+    for policy, capacity, config, says in ((H2O(), 16, {}, "must be dense"), (Dense(), None, {"positions": "clamped"}, "clamp")):
+        with pytest.raises(MeasurementError, match=says):
+            task.run(*job(policy, capacity, tmp_path, **config))
 
 
-def test_a_massive_activation_is_found_at_its_layer_dim_and_token():
-    hf, ids = flagged_llama(121), IDS.clone()
-    ids[1, 11] = 121
-    with torch.no_grad():
-        mlp = hf.model.layers[1].mlp
-        for linear in (mlp.gate_proj, mlp.up_proj):
-            linear.weight[0] = 0
-            linear.weight[0, 0] = 5
-        mlp.down_proj.weight[:, 0] = 0
-        mlp.down_proj.weight[9, 0] = 1000
-    notes = Notes(TOKENS, 16)
-    watch(hf, notes, input_ids=ids)
-    assert [(layer, sample, position, dim) for layer, sample, position, dim, _ in notes.massive] == [(1, 1, 11, 9)]
-    assert notes.massive[0][4] > 1000
-
-
-def under(policy, capacity: int | None, hf, prompt: int = 0, ids: Tensor = IDS, **config):
-    """The notes of a model's attention under a policy, the decoder, and when each token was seen last."""
-    notes = Notes(ids.shape[1], 8)
-    sunk = check(hf, input_ids=ids)
-    read = read_recorded(adopt(hf), CacheConfig(policy, capacity, **config), ids, prompt, notes, sunk)
-    return notes, *read
-
-
-def test_a_cache_that_holds_everything_is_full_attention_and_loses_nothing():
-    hf = tiny_model("llama").double()
-    notes, _, last_seen = under(H2O(window=2), TOKENS, hf)
-    full, lost = Notes(TOKENS, 8), Lost(TOKENS, last_seen)
-    watch(hf, full, input_ids=IDS)
-    watch(hf, lost, input_ids=IDS)
-    for name, x in notes.arrays().items():
-        np.testing.assert_allclose(x, full.arrays()[name], atol=1e-5, err_msg=name)
-    np.testing.assert_allclose(notes.logit_maps(), full.logit_maps(), atol=1e-4)
-    assert not lost.of_samples().any()
-
-
-def test_under_a_policy_attention_is_that_of_a_model_with_evicted_tokens_masked():
-    hf, capacity = tiny_model("llama").double(), 12
-    notes, _, last_seen = under(SinkWindow(sinks=3), capacity, hf, positions="stream")
-    age = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
-    held = (age >= 0) & ((age < capacity - 3 + 1) | (torch.arange(TOKENS) < 3))
-    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~held, -1e9)[None, None]
-    own = torch.stack(eager_weights(hf, mask=mask.expand(2, 1, -1, -1)))  # [L, N, Q, T, T]
-    received = own.sum(3) / torch.arange(TOKENS, 0, -1)
-    torch.testing.assert_close(notes.mean_received(), received, atol=1e-6, rtol=0)
-    lost = Lost(TOKENS, last_seen)
-    watch(hf, lost, input_ids=IDS)
-    dense = torch.stack(eager_weights(hf))
-    gone = (dense * ((age >= 0) & ~held)).sum(-1).mean(2)  # [L, N, T]
-    expected = torch.stack([gone[..., start:stop].mean(-1) for start, stop in buckets(TOKENS)], -1).transpose(0, 1)
-    assert expected[:, :, -1].min() > 0.1
-    np.testing.assert_allclose(lost.of_samples(), expected.numpy(), atol=1e-6)
-
-
-def test_what_a_prompt_leaves_over_is_lost_from_then_on():
-    hf, prompt = tiny_model("llama").double(), 24
-    _, decoder, last_seen = under(Knorm(), 8, hf, prompt, evict="prompt")
-    kept = decoder.kept()
-    for layer, of_layer in enumerate(kept):
-        for stream, of_stream in enumerate(of_layer):
-            for head, positions in enumerate(of_stream):
-                last = last_seen[layer][stream, head]
-                assert [p for p in range(TOKENS) if last[p] == TOKENS - 1] == positions
-                assert all(last[p] == prompt - 1 for p in range(prompt) if p not in positions)
-
-
-@pytest.mark.slow("takes seconds")
-def test_the_task_as_a_user_runs_it(tmp_path: Path):
-    suite = tmp_path / "look.yaml"
-    suite.write_text(
-        "suite: look\nversion: 1\ndescription: d\nmodel:\n  - {id: 'builtin:sink_1'}\n  - {id: 'builtin:zero_sink'}\n"
-        "task: {name: attention, data: prose, samples: 24, tokens: 64}\ncapacity: 24\npolicies: [dense, h2o]\n"
-    )
-    ran = bench_in("run", suite, "--results", "r", "--threads", 1, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    found = {}
-    for path in (tmp_path / "r").rglob("*.json"):
-        record = json.loads(path.read_text())
-        found[record["cell"]["model"]["id"], record["cell"]["policy"]] = record["metrics"]
-    assert max(map(max, found["builtin:sink_1", "dense"]["first_by_head"])) > 0.5  # 0.62 at the end of its training
-    assert found["builtin:sink_1", "dense"]["sink_heads"] > 0.1  # two of 16 heads
-    assert found["builtin:zero_sink", "dense"]["rest"] > 0.1
-    low, high = found["builtin:sink_1", "h2o"]["lost_interval"]
-    assert 0 < low < found["builtin:sink_1", "h2o"]["lost"] < high
-    checked = bench_in("records", "verify", "r", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stdout
-
-
-@pytest.mark.slow("takes seconds")
-def test_an_encoder_is_looked_at_and_its_cache_is_not(tmp_path: Path):
-    """Its samples end in [SEP], which is a sink here because every query of head 0 in layer 1 is made to look for it."""
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *"abcdefghijklmnopqrstuvwxyz",
-        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
-    ]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    folder = tmp_path / "encoder"
-    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    bert = BertForMaskedLM(BertConfig(vocab_size=len(words), initializer_range=0.2, **sizes)).eval()
-    with torch.no_grad():
-        attention, embeddings = bert.bert.encoder.layer[0].attention.self, bert.bert.embeddings
-        found = embeddings(torch.tensor([[2, 7, 8, 3]]))[0, 3]
-        attention.query.weight[:16], attention.query.bias[:16] = 0, 0
-        attention.query.bias[0] = 30
-        attention.key.weight[:16], attention.key.bias[:16] = 0, 0
-        attention.key.weight[0] = found / found.norm()
-    bert.save_pretrained(folder)
-    suite = tmp_path / "look.yaml"
-    suite.write_text(
-        f"suite: look\nversion: 1\ndescription: d\nmodel: {{id: '{folder}'}}\n"
-        "task: {name: attention, data: prose, samples: 4, tokens: 24, epsilon: 0.5}\ncapacity: 8\npolicies: [h2o]\n"
-    )
-    refused = bench_in("run", suite, "--results", "r", "--threads", 1, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "can be looked at, but the loop can't drive it, so only dense has figures" in refused.stderr
-    ran = bench_in("run", suite, "--results", "r", "--threads", 1, "--policy", "dense", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    sinks = json.loads(next((tmp_path / "r").rglob("dense*.json")).read_text())["metrics"]["sinks"]
-    assert [(x["text"], x["position"], x["times"]) for x in sinks] == [("[SEP]", 23, 4)]
+def test_its_page_needs_no_lab(without_lab):
+    """A record with the lab's figures is read and shown without them."""
+    (record,) = RecordStore(RECORDS / "attention_builtin.jsonl").read_all()[0]
+    about, *_ = lines = task_of(record).body([record])
+    assert "sink gets more than 0.3" in about
+    assert any("| entropy | largest logit | status |" in line for line in lines if isinstance(line, str))
+    assert sum(isinstance(line, Chart) for line in lines) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from factories import cell_record
 from stored import RECORDS
-from vision import vision_folder, with_outlier
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore
@@ -28,15 +27,9 @@ task:
   - {name: latency, tokens: 48, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 2, precision: 0.9}
   - {name: lm_eval, tasks: kvbench_cloze_said, limit: 2, temperature: 1.0, samples: 2, policies: [dense]}
   - {name: memory, tokens: 64, points: 4, policies: [h2o]}  # each takes a process
+  - {name: attention, data: prose, samples: 20, tokens: 64, policies: [dense, h2o]}
 capacity: 24
 policies: [dense, h2o, recompute_window]
-"""
-IMAGES = """
-suite: images
-version: 1
-model: {id: MODEL}
-task: {name: attention, data: shapes, samples: 20}
-policies: [dense]
 """
 TRACES = """
 suite: traces
@@ -65,9 +58,8 @@ def fresh(tmp_path_factory, machine_dir):
     path = folder / "rules.yaml"
     path.write_text(SUITE)
     records = RunRequest(str(path), threads=1).measure(folder / "records", RunRequest(str(path)).cells(), fresh=True)
-    for text, model in ((IMAGES, vision_folder(folder / "model", with_outlier(0))), (TRACES, machine_dir)):
-        path.write_text(text.replace("MODEL", str(model)))
-        records += RunRequest(str(path), threads=1).measure(folder / model.name, RunRequest(str(path)).cells(), fresh=True)
+    path.write_text(TRACES.replace("MODEL", str(machine_dir)))
+    records += RunRequest(str(path), threads=1).measure(folder / "traces", RunRequest(str(path)).cells(), fresh=True)
     assert {r.status for r in records} == {"ok"}
     return records
 

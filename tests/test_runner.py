@@ -12,6 +12,7 @@ from conftest import bench
 
 from kvbench.harness.core.errors import UserError, failure, ran_out_of_memory
 from kvbench.harness.kernels import captured
+from kvbench.harness.models import load
 from kvbench.harness.run import apart, machine, request
 from kvbench.harness.run.messages import GroupAnswer, RunOrder
 from kvbench.harness.run.request import RunRequest
@@ -57,8 +58,8 @@ def run_request(tmp_path):
 @pytest.mark.slow("processes of its own")
 def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(run_request, tmp_path, monkeypatch):
     """The time excludes loading and checking the model (slowed by a second here) and starting a subprocess."""
-    plain = machine.load_model
-    monkeypatch.setattr(machine, "load_model", lambda *args, **kwargs: (time.sleep(1), plain(*args, **kwargs))[1])
+    plain = load.load_model
+    monkeypatch.setattr(load, "load_model", lambda *args, **kwargs: (time.sleep(1), plain(*args, **kwargs))[1])
     records = run_request.measure(tmp_path / "results", run_request.cells())
     for record in records:
         facts = record.facts

@@ -12,7 +12,7 @@ from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.chart import Chart, draw, write
 from kvbench.harness.report.sections import KEPT
-from kvbench.harness.tasks.attention.schema import AttentionMetrics
+from kvbench.lab.attention.schema import AttentionMetrics
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "records"

@@ -104,7 +104,7 @@ def ignored_plugins(name: str | None = None) -> dict[str, str]:
 
 def is_ours(plugin: type[Any]) -> bool:
     """Whether a policy or a task comes with the project."""
-    return plugin.__module__.startswith((f"{_POLICY.package}.", f"{_TASK.package}."))
+    return plugin.__module__.startswith((f"{_POLICY.package}.", f"{_TASK.package}.", "kvbench.lab."))
 
 
 def name_of(policy: type[Policy]) -> str:
@@ -204,7 +204,8 @@ def _find(kind: _Kind, name: str) -> type[Any]:
     elif name.endswith(".py"):
         raise UserError(f"{name}: {_classes_in(_user_module(name), name, kind)}")
     elif name in _modules(kind):
-        plugin = _defined_in(importlib.import_module(f"{kind.package}.{name}"), base)
+        ours = [e for e in _lab_entries() if (e.group, e.name) == (kind.group, name)]
+        plugin = load_entry_point(ours[0]) if ours else _defined_in(importlib.import_module(f"{kind.package}.{name}"), base)
     else:
         entries = [e for e in entry_points(group=kind.group) if e.name == name]
         if not entries:

@@ -1,8 +1,8 @@
 """Shows what attention does in any transformers model, a chunk of queries at a time, so that no [T, T] is ever held.
 
 The model runs unmodified, with its own RoPE. Masks are left out: whether a layer is causal, and its sliding window, are read off
-the call. `check` compares this with the model's own attention. The decode loop has no part in it, so encoders and vision
-transformers can be watched, too.
+the call. `check` compares this with the model's own attention. The decode loop has no part in it, so models that
+it can't drive can be watched, too.
 
 Axis letters: B samples, T tokens, Q query heads, H KV heads, t queries of a chunk, L keys it may see, D key dim, Dv value dim,
 E hidden size.

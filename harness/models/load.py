@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvbench.harness.models.shared_kv  # noqa: F401  # registers its model
 from kvbench.harness.core.device import free_bytes, use_full_float32
@@ -20,8 +20,7 @@ from kvbench.harness.models.config import first_cause, read_config
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check, has_finite_output
-from kvbench.harness.models.vision import read_vision_weights, vision_config
-from kvbench.harness.models.weights import read_weights, saved_class
+from kvbench.harness.models.weights import read_weights
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "merges.txt",
@@ -51,7 +50,7 @@ def device_of(name: str | torch.device) -> torch.device:
     return device
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name in `DTYPES`, or float64, to compare computations almost without rounding."""
     return torch.float64 if name == "float64" else DTYPES[name]
 
@@ -139,7 +138,6 @@ def load_model(
     allow_pickle: bool = False,
     *,
     random: bool = False,
-    watched: bool = False,
     devices: int = 1,
 ) -> Model:
     """Load a model, adopt it for the decode loop, and check it against its own forward pass.
@@ -147,9 +145,8 @@ def load_model(
     TF32 is turned off, because float32 on a GPU would fail that check.
 
     With `random`, `directory` is the config file, and weights are drawn on the device, the same at every call. `rope_length` is
-    the longest position + 1, in tokens, for RoPE types whose tables depend on it. `watched` accepts a model without a head, or
-    one that the loop can't drive, such as an encoder or a vision transformer; it has no layers then. With several devices, its
-    layers are spread over them, `device` the first.
+    the longest position + 1, in tokens, for RoPE types whose tables depend on it. With several devices, its layers are spread
+    over them, `device` the first.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -161,53 +158,35 @@ def load_model(
     transformers.utils.logging.set_verbosity_error()  # `read_weights` reports missing tensors, in one line
     name = directory.stem if random else directory.name
     config = read_config(directory)
-    kind = _dtype(dtype)
-    tower = vision_config(config)
-    if tower is not None and not watched:
-        raise RefusedModelError(f"{name}: model family '{config.model_type}' reads images; only the task attention looks at it")
-    hf = _placed(directory, config, kind, device, allow_pickle, tower, random, devices, watched).eval()
-    model = _adopted(hf, name, dtype, rope_length, watched) if tower is None else Model(hf.requires_grad_(False))
+    hf = _placed(directory, config, torch_dtype(dtype), device, allow_pickle, random, devices).eval()
+    model = _adopted(hf, name, dtype, rope_length)
     gc.collect()
     return model
 
 
 def _placed(
-    directory: Path, config: Any, dtype: torch.dtype, device: torch.device, allow_pickle: bool, tower: Any, random: bool,
-    devices: int, watched: bool,
+    directory: Path, config: Any, dtype: torch.dtype, device: torch.device, allow_pickle: bool, random: bool, devices: int
 ) -> PreTrainedModel:  # fmt: skip
-    """The model, on its devices. tower: the config of a vision transformer inside; None if it is a language model."""
+    """The model, on its devices."""
     if devices > 1:
         places = device_map(config, dtype, devices_for_layers(device, devices), AutoModelForCausalLM)
         if random:
-            return dispatch(_random_model(config, dtype, torch.device("cpu"), AutoModelForCausalLM), places)
+            return dispatch(random_model(config, dtype, torch.device("cpu"), AutoModelForCausalLM), places)
         return read_weights(directory, config, dtype, allow_pickle, device_map=places)
     if random:
-        drawn, kind = (config, AutoModelForCausalLM) if tower is None else (tower, AutoModel)
-        return _random_model(drawn, dtype, device, kind)
-    if tower is not None:
-        hf = read_vision_weights(directory, config, dtype, allow_pickle)
-    elif watched:
-        hf = read_weights(directory, config, dtype, allow_pickle, saved_class(config), head=False)
-    else:
-        hf = read_weights(directory, config, dtype, allow_pickle)
-    return hf.eval().to(device)  # type: ignore[arg-type]
+        return random_model(config, dtype, device, AutoModelForCausalLM)
+    return read_weights(directory, config, dtype, allow_pickle).eval().to(device)  # type: ignore[arg-type]
 
 
-def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool) -> Model:
+def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None) -> Model:
     """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:
-        if watched and not hf.can_generate():
-            raise UnsupportedModelError("it has no head that gives logits")
         model = adopt(hf, rope_length)
         model.check = check(model, rope_length)
     except UnsupportedModelError as error:
         refused = error
-    if not has_finite_output(hf):
-        instead = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or too large for it"
-        raise RefusedModelError(f"{name}: its logits are not finite in {dtype}: {instead}") from refused
-    if refused is not None and watched:
-        return Model(hf.requires_grad_(False))
+    refuse_unless_finite(hf, name, dtype)
     if refused is not None:
         raise RefusedModelError(
             f"{name}: model family '{hf.config.model_type}' can't be driven: {refused}; 'bench list models' shows which can"
@@ -215,7 +194,18 @@ def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None
     return model
 
 
-def _random_model(config: Any, dtype: torch.dtype, device: torch.device, model_class: Any) -> PreTrainedModel:
+def refuse_unless_finite(hf: PreTrainedModel, name: str, dtype: str) -> None:
+    """Refuse a model whose logits are not finite.
+
+    Raises:
+        RefusedModelError: they are not.
+    """
+    if not has_finite_output(hf):
+        instead = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or too large for it"
+        raise RefusedModelError(f"{name}: its logits are not finite in {dtype}: {instead}")
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, model_class: Any) -> PreTrainedModel:
     """A model with this config whose weights are drawn by its own initialisation, seed 0."""
     with torch.device("meta"):
         needed = dtype.itemsize * sum(p.numel() for p in model_class.from_config(config).parameters())

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.attention import NAME
@@ -65,18 +64,6 @@ def read_weights(
         hint = "" if any(of_body.values()) else "; the task attention can do without a head"
         raise UserError(f"{directory.name}: its weight files do not match its config.json; tensors: {'; '.join(messages)}{hint}")
     return model if not any(misfits.values()) else model.base_model  # type: ignore[return-value]  # transformers' stubs
-
-
-def saved_class(config: PreTrainedConfig) -> Any:
-    """The class that a model was saved from, so that its head matches its files.
-
-    If transformers has no such class for this config: that of causal language models, or else the one without a head.
-    """
-    names = config.architectures or []
-    saved = getattr(transformers, names[0], None) if names else None
-    if isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config):
-        return saved
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
 
 def _refuse_damaged(directory: Path) -> None:

@@ -26,7 +26,6 @@ from kvbench.harness.engine.kernel_interface import capture_failure
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import is_random
-from kvbench.harness.models.load import load_model
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
@@ -141,12 +140,12 @@ class _LastModel:
             UserError: it can't be driven exactly, or one of its caches can't be allocated.
             MemoryError: it does not fit.
         """
-        spec, watched = item.cell.model, item.task.watches
-        if self._model is None or self._spec != spec or not (watched or self._model.layers):
+        spec = item.cell.model
+        if self._model is None or self._spec != spec or not (item.task.watches or self._model.layers):
             self.drop()
-            self._model = load_model(
+            self._model = item.task.load_model(
                 item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
-                watched=watched, devices=spec.devices,
+                devices=spec.devices,
             )  # fmt: skip
             self._spec = spec
             gc.collect()

@@ -22,7 +22,6 @@ from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.layers import devices_for_layers
 from kvbench.harness.models.load import load_tokenizer, tokenizer_differs
 from kvbench.harness.models.shape import shape_of
-from kvbench.harness.models.vision import load_image_reader
 from kvbench.harness.records import NUMERICS_VERSION, Record, digest
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data as DataFacts
@@ -95,8 +94,8 @@ def prepare(
         directory, data_key = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
         task: type[Task] = plugins.task_class(cell.task.name)
         if data_key not in known_data:
-            images = task.reads_images(cell.task)
-            load: Any = partial(load_image_reader, directory) if images else partial(read_tokenizer, cell.model)
+            reader = task.data_reader(cell.task)
+            load: Any = partial(read_tokenizer, cell.model) if reader is None else partial(reader, directory)
             known_data[data_key] = task.data(cell.task, load, data)
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)

@@ -20,7 +20,6 @@ from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import device_of, load_tokenizer
-from kvbench.harness.models.vision import load_image_reader
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.run.executor import Outcome, RunWatcher
@@ -194,7 +193,7 @@ class Worker:
         """
         order, cell = self._order.cells[number], self._cells[number]
         task = plugins.task_class(cell.task.name)
-        load: Any = load_image_reader if task.reads_images(cell.task) else load_tokenizer
+        load: Any = task.data_reader(cell.task) or load_tokenizer
         data: Data = task.data(cell.task, partial(load, self._directory(cell)), self._order.data)
         if data.ids_sha256 != order.data_sha256:
             raise UserError(f"task {cell.task.name}: its data differ from those of the process that started the run")

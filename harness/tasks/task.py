@@ -96,7 +96,7 @@ class Task(TaskReport, ABC):
     together: ClassVar[bool] = False  # cells of one model and the same options are measured interleaved, and finish together
     apart: ClassVar[bool] = False  # on a CPU, each cell runs in its own process
     block_of_all: ClassVar[bool] = False  # a job's `block` counts the tokens of all streams together, not of each
-    watches: ClassVar[bool] = False  # needs no logits: models without a head, or that the loop can't drive, come without layers
+    watches: ClassVar[bool] = False  # looks inside the model; it may do with one that the loop can't drive, which has no layers
 
     @staticmethod
     @abstractmethod
@@ -113,9 +113,16 @@ class Task(TaskReport, ABC):
         """Upper bound of the tokens to process, for estimates before the data is loaded."""
 
     @classmethod
-    def reads_images(cls, options: Any) -> bool:
-        """Whether its data are images. Then `data` gets what loads the model's image reader in place of its tokenizer."""
-        return False
+    def data_reader(cls, options: Any) -> Callable[[Path], Any] | None:
+        """Function of the model's directory that `data` gets in place of the one that loads its tokenizer; None for that one."""
+        return None
+
+    @classmethod
+    def load_model(cls, directory: Path, *args: Any, **kwargs: Any) -> Model:
+        """Load the model of its cells. The arguments are those of `load_model` in `harness/models/load.py`."""
+        from kvbench.harness.models.load import load_model
+
+        return load_model(directory, *args, **kwargs)
 
     @classmethod
     def longest(cls, options: Any) -> int:

@@ -24,8 +24,8 @@ from torch.nn.functional import adaptive_avg_pool2d, cross_entropy, interpolate,
 from transformers import BertConfig, BertForMaskedLM, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 from transformers.models.bert import BertTokenizerFast  # type: ignore[attr-defined]
 
-from kvbench.harness.data.images import shapes
 from kvbench.harness.data.prose import Prose
+from kvbench.lab.attention.images import shapes
 
 SEED_OF_TEXT, CHARACTERS = 1_000_003, 6_000_000  # suites read seed 0
 WORDS, TOKENS, BATCH, MASKED = 512, 128, 16, 0.15

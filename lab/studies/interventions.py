@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.watch import watch
-from kvbench.harness.models.load import load_model
 from kvbench.harness.report.markdown import table
-from kvbench.harness.tasks.attention.notes import Notes
+from kvbench.lab.attention.loading import load_watched
+from kvbench.lab.attention.notes import Notes
 from kvbench.lab.pretrain import tokenizer
 from kvbench.lab.pretrain.config import find, load
 from kvbench.lab.pretrain.samples import TrainingSamples
@@ -65,7 +65,7 @@ def trained(folder: Path, name: str, seed: int) -> Path:
 @torch.inference_mode()
 def measured(folder: Path) -> dict[str, float]:
     """Figures of a model over held-out texts, by the attention task's notes; loss in nats a word."""
-    model = load_model(folder, "float32", torch.device("cpu"), watched=True).hf
+    model = load_watched(folder, "float32", torch.device("cpu")).hf
     config, words = load(find("backcopy")), tokenizer.wrapped(tokenizer.of_words(load(find("backcopy")).words), 0)
     samples = TrainingSamples(config, ["backcopy"] * TEXTS, np.zeros(0, np.uint16), words, SEED_OF_TEXTS)
     ids, copies = (torch.cat([samples[at][key] for at in range(TEXTS)]) for key in ("input_ids", "answers"))

@@ -16,6 +16,7 @@ from kvbench.harness.data.stream import opening
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.watch import check as check_watch
 from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.lab.attention.loading import load_watched
 from kvbench.lab.pretrain.config import find, load
 from kvbench.lab.pretrain.new_model import new_model
 from kvbench.lab.pretrain.train import pretrain
@@ -105,7 +106,7 @@ def test_weights_that_are_no_softmax_are_refused_by_the_loop(tmp_path):
     directory = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)
     with pytest.raises(RefusedModelError, match="are no softmax"):
         load_model(directory, "float32", torch.device("cpu"))
-    watched = load_model(directory, "float32", torch.device("cpu"), watched=True).hf
+    watched = load_watched(directory, "float32", torch.device("cpu")).hf
     ids = tokens_of(20).cpu() % 68
     with own_attention(watched), torch.inference_mode():
         assert watched(input_ids=ids).logits.isfinite().all()

@@ -18,6 +18,7 @@ from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
+from kvbench.lab.attention.loading import load_watched
 from kvbench.lab.pretrain import ortho_adam, sigma_reparam, text, tokenizer
 from kvbench.lab.pretrain.config import PretrainConfig
 from kvbench.lab.pretrain.held_out import HeldOut
@@ -128,7 +129,7 @@ def test_it_trains_and_is_loaded_as_it_was_trained(name, tokens_file, tmp_path, 
     log = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(log) == 2
     assert all(0 < row["attention_to_first"]["largest"] < 1 for row in log)
-    model = load_model(directory, "float32", torch.device("cpu"), watched=True)
+    model = load_watched(directory, "float32", torch.device("cpu"))
     assert (model.check or 0) <= 1
     stored, tokens = sigma_reparam.plain(trained[-1]), tokens_of(40).cpu()
     for x in stored.parameters():

@@ -1,4 +1,4 @@
-"""Vision transformers: which configs are theirs, how they are loaded, and how an image becomes their tokens.
+"""Vision transformers: which configs are theirs, how they are loaded, and how images become samples of their tokens.
 
 The decode loop can't drive them. They can be looked at, as any model whose attention goes through transformers'
 AttentionInterface. Of a model with two towers, such as CLIP, the vision tower is what is looked at.
@@ -8,8 +8,10 @@ Axis letters: B images, T tokens, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,20 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.pillow import require_pillow
 from kvbench.harness.models.config import first_cause, read_config
-from kvbench.harness.models.weights import read_weights, saved_class
+from kvbench.harness.models.weights import read_weights
+from kvbench.lab.attention.images import Images, in_directory, on_hub, require_pillow, shapes
+from kvbench.lab.attention.schema import AttentionOptions
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -103,6 +113,74 @@ class ImageReader:
         return TokenLayout(rows, columns, special, registers)
 
 
+@dataclass(frozen=True)
+class ImageSamples:
+    """Images, each of which is a sample."""
+
+    images: Images
+    reader: ImageReader  # turns them into pixels
+    count: int  # of the samples
+    layout: TokenLayout  # of the tokens that the model makes of an image
+
+    @cached_property
+    def ids_sha256(self) -> str:
+        """Fingerprint of what the model reads: the pixels, as its image processor makes them."""
+        digest = hashlib.sha256()
+        for number in range(self.count):
+            digest.update(self.inputs(number, number + 1)["pixel_values"].numpy().astype("<f4").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.layout.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.count * self.length
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about the data, for the record."""
+        return {"source": self.images.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens}
+
+    def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Model inputs: `pixel_values` of the samples from `start` to `stop` - 1. [B, 3, H, W] float32."""
+        return {"pixel_values": self.reader.pixels([self.images.load(number) for number in range(start, stop)])}
+
+    def checked(self) -> dict[str, Tensor]:
+        """The sample that the model's attention is checked with."""
+        return self.inputs(0, 1)
+
+    def text(self, sample: int, position: int) -> str:
+        """Name of the token at a position, such as "[CLS]", "[register 1]" or "patch"."""
+        return self.layout.name(position)
+
+
+def image_samples(options: AttentionOptions, reader: Callable[[], ImageReader], directory: Path | None) -> ImageSamples:
+    """The first images of the data.
+
+    Raises:
+        UserError: the model reads no images, or there are too few.
+    """
+    loaded, images = reader(), _images(options, directory)
+    if images.count is not None and images.count < options.samples:
+        raise UserError(f"{images.source}: has {images.count:,} images, not the {options.samples:,} asked for; set samples lower")
+    return ImageSamples(images, loaded, options.samples, loaded.layout(loaded.pixels([images.load(0)])))
+
+
+def _images(options: AttentionOptions, directory: Path | None) -> Images:
+    if options.data == "shapes":
+        return shapes(options.data_seed or 0)
+    if directory is not None:
+        return in_directory(directory)
+    if options.dataset is None:
+        raise UserError(
+            "data images: give a directory of .png or .jpg files (--data DIR), or a hub dataset (dataset: owner/name)"
+        )
+    return on_hub(options.dataset, options.split, options.samples)
+
+
 def vision_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """The config of the part of a model that reads images, if the model is a vision transformer or has two towers; else None."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -144,6 +222,18 @@ def read_vision_weights(directory: Path, config: PreTrainedConfig, dtype: torch.
     if not isinstance(inside, PreTrainedModel):
         raise UserError(f"{directory.name}: model family '{config.model_type}' has no vision transformer that stands alone")
     return inside
+
+
+def saved_class(config: PreTrainedConfig) -> Any:
+    """The class that a model was saved from, so that its head matches its files.
+
+    If transformers has no such class for this config: that of causal language models, or else the one without a head.
+    """
+    names = config.architectures or []
+    saved = getattr(transformers, names[0], None) if names else None
+    if isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config):
+        return saved
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
 
 def _headless(config: PreTrainedConfig | None) -> Any:

@@ -12,13 +12,15 @@ from torch import Tensor
 from vision import OUTLIER, OUTLIER_COLUMN, OUTLIER_ROW, vision_folder, vision_model, with_outlier
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data.images import in_directory, shapes
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.watch import Chunk, check, watch
-from kvbench.harness.models.vision import TokenLayout, load_image_reader
-from kvbench.harness.tasks.attention.figures import patch_figures
-from kvbench.harness.tasks.attention.notes import Notes
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.gate_figures import figures, rule_of
+from kvbench.lab.attention.figures import patch_figures
+from kvbench.lab.attention.images import in_directory, shapes
+from kvbench.lab.attention.notes import Notes
+from kvbench.lab.attention.vision import TokenLayout, load_image_reader
 
 SUITE = (
     "suite: look\nversion: 1\ndescription: d\nmodel: {{id: '{folder}'}}\n"
@@ -113,6 +115,7 @@ def test_a_suite_on_shapes_as_a_user_runs_it(tmp_path):
     assert {(x["dim"], x["text"]) for x in metrics["massive"]} <= {(9, "patch")}
     checked = bench_in("records", "verify", "r", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
+    assert all(rule_of(r, name) for r in RecordStore(tmp_path / "r").read_all()[0] for name, _ in figures(r))
     assert bench_in("leaderboard", "--results", "r", cwd=tmp_path).returncode == 0
     page = (tmp_path / "r" / "README.md").read_text()
     assert "An image is 4 x 4 patches, with 5 special tokens, 4 of them registers, before them." in page

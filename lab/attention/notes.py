@@ -1,7 +1,7 @@
-"""Notes taken while a model is watched: sums over queries, never the whole attention matrix of a sample.
+"""Notes that the lab takes of samples beside those of the harness: of keys, values and hidden states, and of evicted tokens.
 
-Axis letters: B samples side by side, L layers, Q query heads, H KV heads, G query heads of a KV head, T tokens, t queries of a
-chunk, M tokens of a map, K buckets of positions, D key dim, E hidden size.
+Axis letters: B samples side by side, L layers, Q query heads, H KV heads, T tokens, t queries of a chunk, K buckets of positions,
+D key dim, E hidden size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvbench.harness.engine.watch import Chunk
+from kvbench.harness.tasks.attention import measure
+from kvbench.harness.tasks.attention.measure import by_sample
 from kvbench.harness.tasks.common.samples import buckets
 
 MASSIVE, MASSIVE_TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, Section 2
@@ -22,20 +24,12 @@ INITIAL = 4  # first tokens that are looked at one by one
 _LATER_QUERIES = 4  # one over the share of a sample that must follow a token, for its attention to say something
 
 
-class Notes:
+class Notes(measure.Notes):
     """Notes of samples that are read side by side."""
 
     def __init__(self, tokens: int, map_tokens: int) -> None:
         """tokens: T; map_tokens: M, at most T."""
-        self._tokens, self._map = tokens, min(map_tokens, tokens)
-        self._received: list[Tensor] = []  # a layer's sums over queries. [B, Q, T] float64
-        self._causal: list[bool] = []
-        self._late: list[Tensor] = []  # [B, Q]
-        self._entropy: list[Tensor] = []  # [B, Q]
-        self._largest: list[Tensor] = []  # [B, Q]
-        self._rest: list[Tensor] = []  # [B, Q]
-        self._sunk = False  # some layer gives weight to no token
-        self._maps: list[Tensor] = []  # [Q, M, M]
+        super().__init__(tokens, map_tokens)
         self._norms: list[tuple[Tensor, Tensor]] = []  # of keys and values: the first token's, and the others' mean. [B, 2]
         self._energies: list[list[Tensor]] = []  # squares of a layer's keys and values, but the first token's, summed. [H, D]
         self._likeness: list[Tensor] = []  # of the first tokens and of the others, after a layer. [B, INITIAL + 1]
@@ -48,32 +42,6 @@ class Notes:
         norms = [x.float().norm(dim=-1).mean(1) for x in (keys, values)]  # [B, T]
         self._energies.append([x[:, :, 1:].double().square().sum((0, 2)).cpu() for x in (keys, values)])
         self._norms.append(tuple(torch.stack([x[:, 0], x[:, 1:].mean(1)], -1) for x in norms))  # type: ignore[arg-type]
-
-    def see_chunk(self, chunk: Chunk) -> None:
-        """Add up what the queries of a chunk show."""
-        weights, logits, layer, keys = chunk.weights, chunk.logits, chunk.layer, chunk.weights.shape[-1]
-        if layer == len(self._received):
-            shape, device = weights.shape[:2], weights.device
-            self._received.append(torch.zeros(*shape, self._tokens, dtype=torch.float64, device=device))
-            self._entropy.append(torch.zeros(shape, dtype=torch.float64, device=device))
-            self._rest.append(torch.zeros(shape, dtype=torch.float64, device=device))
-            self._largest.append(torch.full(shape, -torch.inf, device=device))
-            self._maps.append(torch.full((shape[1], self._map, self._map), torch.nan, device=device))
-            self._late.append(torch.zeros(shape, device=device))
-            self._causal.append(chunk.causal)
-        self._received[layer][..., :keys] += weights.sum(2)
-        entropy = torch.special.entr(weights).sum(-1)
-        if chunk.rest is not None:
-            entropy = entropy + torch.special.entr(chunk.rest)
-            self._rest[layer] += chunk.rest.sum(-1)
-            self._sunk = True
-        self._entropy[layer] += entropy.sum(-1)
-        self._largest[layer] = torch.maximum(self._largest[layer], logits.amax((2, 3)).float())
-        if chunk.first < self._map:
-            shown = logits[:, :, : self._map - chunk.first, : self._map].float().mean(0)
-            self._maps[layer][:, chunk.first : chunk.first + shown.shape[1], : shown.shape[2]] = shown
-        if chunk.first + weights.shape[2] == self._tokens:
-            self._late[layer] = weights[:, :, -1, 0].float()
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
         """Note magnitudes of the hidden states after a layer, [B, T, E]."""
@@ -89,12 +57,6 @@ class Notes:
             for sample, position, dim in (size > bound[:, None, None]).nonzero().tolist():
                 self.massive.append((layer, sample, position, dim, float(size[sample, position, dim])))
 
-    def mean_received(self) -> Tensor:
-        """Attention that a token gets, mean over the queries from it on; all queries of an encoder. [L, B, Q, T] float64."""
-        received = torch.stack(self._received)
-        queries = torch.full((self._tokens,), self._tokens, device=received.device)
-        return received / (queries - torch.arange(self._tokens, device=received.device) if self._causal[0] else queries)
-
     def other_sinks(self, epsilon: float) -> list[tuple[int, int, float]]:
         """Sample, position and share of heads of every token but the first that is the sink of a head."""
         of_heads = (self.mean_received() > epsilon).double().mean((0, 2))  # [B, T]
@@ -105,11 +67,7 @@ class Notes:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Notes by sample, as `figures` takes them."""
-        first = self.mean_received()[..., 0].float()
-        arrays = {"first": first, "late": torch.stack(self._late), "largest_logit": torch.stack(self._largest)}
-        arrays["entropy"] = torch.stack(self._entropy) / self._tokens
-        if self._sunk:
-            arrays["rest"] = torch.stack(self._rest) / self._tokens
+        arrays = dict[str, Tensor]()
         if self._norms:
             arrays |= {
                 name: torch.stack([x[index] for x in self._norms]) for index, name in enumerate(("key_norm", "value_norm"))
@@ -121,12 +79,11 @@ class Notes:
             norms = torch.stack(self._token_norms)
             arrays["initial_norm"] = torch.cat([norms[..., :INITIAL], norms[..., INITIAL:].mean(-1, keepdim=True)], -1)
             arrays["initial_cosine"] = torch.stack(self._likeness)
-        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
+        return super().arrays() | by_sample(arrays)
 
     def by_token(self) -> dict[str, NDArray[Any]]:
         """Norms of the hidden states after each layer, and the attention that a token gets, mean over heads. [B, L, T] each."""
-        arrays = {"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)}
-        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
+        return by_sample({"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)})
 
     def energies(self) -> dict[str, NDArray[np.float64]]:
         """Squares of keys and of values by channel, summed over samples and all tokens but the first. [L, H, D] each.
@@ -140,11 +97,6 @@ class Notes:
             for layer, x in enumerate(layers):
                 energies[name][layer, : x.shape[0], : x.shape[1]] = x.numpy()
         return energies
-
-    def logit_maps(self) -> NDArray[np.float32]:
-        """Mean logits among the first tokens; NaN where a key is hidden. [L, Q, M, M]."""
-        maps = torch.stack(self._maps).float()
-        return maps.masked_fill(torch.isneginf(maps), torch.nan).cpu().numpy()
 
 
 def likeness(directions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ An image is [height, width, 3] uint8, RGB.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.pillow import require_pillow
 from kvbench.harness.data.files import files_below, listed
 from kvbench.harness.models.hub import quiet
 
@@ -37,6 +37,16 @@ class Images:
 def shapes(seed: int) -> Images:
     """Ellipses and rectangles, plain or striped, on a coloured gradient with noise: no photographs, but no download either."""
     return Images(f"shapes drawn from seed {seed}", lambda number: _drawn(seed, number), None)
+
+
+def require_pillow(who: str) -> None:
+    """Check that Pillow, which decodes images, is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise UserError(f"{who} needs the package 'pillow': pip install 'kv-bench[vision]'")
 
 
 def in_directory(directory: Path) -> Images:
