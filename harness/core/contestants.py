@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import Tensor
 
 from kvbench.harness.core.errors import UserError, did_you_mean
-from kvbench.harness.core.parameters import parameters_of
+from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.policies import CacheView, Policy
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class Contestant(Policy):
     def __post_init__(self) -> None:
         if self.holds is not None and (type(self.holds) is not int or self.holds < 1):
             raise ValueError(f"holds is {self.holds!r}, expected the most tokens that it should hold")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name and the parameters: the class is made from a name, so no other process could import it."""
+        return policy_from, (type(self).__name__, parameters_of(self))
 
     def importance(self, view: CacheView) -> Tensor:
         """Unused: the cache evicts its tokens itself."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvbench.harness.core import user_files
 from kvbench.harness.core.errors import UserError, described, did_you_mean
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ _TASK = _Kind(
     "kvbench.harness.tasks.Task",
 )  # fmt: skip
 _CONTESTANTS = "kvbench.harness.core.contestants"
-_PREFIX_OF_FILES = "bench_user_"  # of the names of modules loaded from a user's files
 _tasks_of_files: dict[str, type[Any]] = {}  # that this process has loaded, by their name in records
 
 
@@ -123,7 +122,7 @@ def name_of(policy: type[Policy]) -> str:
     if "." in policy.__qualname__:
         raise UserError(f"{policy.__qualname__}: define the policy at the top of its file or notebook, so that it can be found")
     module = policy.__module__
-    if module.startswith(_PREFIX_OF_FILES):
+    if module.startswith(user_files.PREFIX):
         return f"{sys.modules[module].__file__}:{policy.__name__}"
     full = f"{module}:{policy.__name__}"
     return next((e.name for e in entry_points(group=_POLICY.group) if e.value == full and e.name not in _modules(_POLICY)), full)
@@ -294,22 +293,7 @@ def _user_module(where: str) -> ModuleType:
             if str(Path.cwd()) not in sys.path:  # like `python -m`, unlike a console script
                 sys.path.append(str(Path.cwd()))
             return importlib.import_module(where)
-        path = Path(where).expanduser().resolve()
-        if not path.exists():
-            raise UserError(f"{where}: no such file")
-        name = f"{_PREFIX_OF_FILES}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[name]
-                raise
-        return sys.modules[name]
+        return user_files.user_module(where)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

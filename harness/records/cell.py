@@ -143,7 +143,16 @@ class CellSpec(Document):
         task = value.get("task")
         if not isinstance(task, dict) or not isinstance(task.get("name"), str):
             raise BadRecordError(("task",), "a mapping with the task's name")
-        recorded_options = recorded(options_class(task["name"]))
+        return cls._with_options(value, options_class(task["name"]))
+
+    @classmethod
+    def _with_options(cls, value: Mapping[str, Any], options_of_task: type[Options]) -> Self:
+        """Validate a mapping whose task has these options.
+
+        Raises:
+            BadRecordError: with the first mistake.
+        """
+        task, recorded_options = value["task"], recorded(options_of_task)
         try:
             options = recorded_options.model_validate(task)
         except ValidationError as error:
@@ -153,6 +162,10 @@ class CellSpec(Document):
         spec = super().from_json({**value, "task": options})
         spec._json = dict(value)
         return spec
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the JSON and the task's own options class: no other process can import the class of `task`, made here."""
+        return type(self)._with_options, (self.as_json(), type(self.task).__base__)
 
     @property
     def options(self) -> dict[str, Any]:

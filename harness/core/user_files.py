@@ -1,0 +1,104 @@
+"""A user's Python files as modules. Other processes get the files' content, so that they need not have the files."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.abc import SourceLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+from kvbench.harness.core.errors import UserError
+
+PREFIX = "bench_user_"  # of the names of modules loaded from files
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A file that a process has loaded.
+
+    Attributes:
+        name: of the file, as the user gave it.
+        module: name of its module, which pickled classes refer to.
+        path: absolute path.
+        content: when it was loaded.
+    """
+
+    name: str
+    module: str
+    path: str
+    content: bytes
+
+
+_loaded: dict[str, UserFile] = {}  # by name; the last one of each
+_received: dict[str, UserFile] = {}  # from the process that started the run
+
+
+def user_module(name: str) -> ModuleType:
+    """Return the module of a file, which is executed once.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if name in _received:
+        return sys.modules[_received[name].module]
+    path = Path(name).expanduser().resolve()
+    module = f"{PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module in sys.modules:
+        loader = sys.modules[module].__loader__
+        assert isinstance(loader, _Loader)
+        _loaded[name] = UserFile(name, module, str(path), loader.content)
+        return sys.modules[module]
+    if not path.exists():
+        raise UserError(f"{name}: no such file")
+    _loaded[name] = UserFile(name, module, str(path), path.read_bytes())
+    return _execute(_loaded[name])
+
+
+def loaded_files() -> list[UserFile]:
+    """Return the files that this process has loaded."""
+    return list(_loaded.values())
+
+
+def receive(files: Iterable[UserFile]) -> None:
+    """Load the files of the process that started the run, under the names that they have there."""
+    for file in files:
+        if file.module not in sys.modules:
+            _execute(file)
+        _received[file.name] = file
+
+
+def _execute(file: UserFile) -> ModuleType:
+    spec = spec_from_loader(file.module, _Loader(file.path, file.content))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[file.module] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[file.module]
+        raise
+    return module
+
+
+class _Loader(SourceLoader):
+    """Loads a module from the content of its file. Tracebacks and `inspect.getsource` show that content, too.
+
+    Attributes:
+        content: of the file.
+    """
+
+    def __init__(self, path: str, content: bytes) -> None:
+        self._path, self.content = path, content
+
+    def get_filename(self, fullname: str) -> str:
+        """Return the path of the file."""
+        return self._path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        """Return the content of the file."""
+        return self.content
