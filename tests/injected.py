@@ -6,16 +6,14 @@ Injections that change records, traces or baselines after they were measured are
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
+import children
 import torch
 
 from kvbench.harness.core import plugins
@@ -30,7 +28,7 @@ from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import Placement, Rotation
 from kvbench.harness.engine.slot_tensors import SlotTensors
 from kvbench.harness.engine.slots import BUCKET, Slots
-from kvbench.harness.run import apart
+from kvbench.harness.run import child
 from kvbench.harness.suite import Cell
 from kvbench.harness.tasks import lm_eval, perplexity
 from kvbench.harness.tasks.common import answering
@@ -474,12 +472,7 @@ def refused_model() -> Iterator[None]:
 @contextmanager
 def leak() -> Iterator[None]:
     """The processes of memory cells keep a copy of what they read."""
-    plain, child = subprocess.Popen, Path(__file__).with_name("leaking_child.py")
-
-    def leaking(command, **kwargs):
-        return plain([sys.executable, str(child), *command[3:]] if command[1:3] == ["-c", apart._CHILD] else command, **kwargs)
-
-    with patch.object(apart.subprocess, "Popen", leaking):
+    with patch.object(child, "run_child", children.leaking):
         yield
 
 

@@ -1,19 +1,27 @@
-"""What a worker sends back is what this process would have measured. Workers here are objects, and everything passes as JSON."""
+"""A worker answers what this process would have measured. Workers here are objects, and everything is pickled."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
+import subprocess
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvbench.harness.core import plugins, user_files
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.feed import feed
 from kvbench.harness.run import runner
 from kvbench.harness.run.executor import RunWatcher
-from kvbench.harness.run.messages import GroupAnswer, RunOrder, pack
 from kvbench.harness.run.options import KeepSteps, RunOptions
+from kvbench.harness.run.order import Order, UnsentData
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.worker import Worker
@@ -51,31 +59,23 @@ class Own(Policy):
 """
 
 
-def worker_of(order, texts):
-    return Worker(order, texts.__getitem__, lambda *_: None, Path(tempfile.mkdtemp(dir=".")))
+class Pickled:
+    """An `Executor` of two workers that get an order as bytes, and answer with bytes."""
 
-
-class ByMessages:
-    """An `Executor` of two workers whose every message is a line of JSON."""
-
-    def __init__(self, options, broken=()):
-        self.options, self.groups_of, self.broken = options, [], list(broken)
+    def __init__(self, options):
+        self.options = options
 
     def measure(self, groups, cells, ledger):
-        numbers = {cell.id: number for number, cell in enumerate(cells)}
-        prepared = {item.cell.id: item for group in groups for item in group}
-        order, texts = pack(cells, prepared, self.options, "cpu", 1)
-        assert len(texts) == len({id(item.data) for item in prepared.values()}), "all data are sent"
-        workers = []
-        for _ in range(2):
-            workers.append(worker_of(RunOrder.from_json(order.to_json()), texts))
-            assert workers[-1].check([numbers[cell] for cell in prepared]) == ""
+        order = pickle.dumps(Order.from_groups(groups, cells, self.options, 1))
+        workers = [Worker(pickle.loads(order), lambda *_: None) for _ in range(2)]
+        for worker in workers:
+            worker.check()
         for number, group in enumerate(groups):
-            references = [None if r is None else r.as_json() for r in ledger.references(group)]
-            answer = workers[number % 2].measure([numbers[item.cell.id] for item in group], references)
-            received = GroupAnswer.from_json(answer.to_json())
-            for item in group:
-                received.cells[numbers[item.cell.id]].deliver(item, ledger.store, ledger.done)
+            references = pickle.loads(pickle.dumps(ledger.references(group)))
+            with tempfile.TemporaryDirectory() as scratch:
+                answer = pickle.dumps(workers[number % 2].measure(number, references, Path(scratch)))
+            for item, outcome in zip(group, pickle.loads(answer).outcomes, strict=True):
+                ledger.done(item, outcome)
 
 
 @pytest.fixture
@@ -102,11 +102,11 @@ def same(records, others):
 
 
 @pytest.mark.slow("measures suites")
-def test_what_comes_back_as_messages_makes_the_same_records_and_the_same_page(request_, tmp_path):
+def test_pickled_answers_make_the_same_records_and_the_same_page(request_, tmp_path):
     cells = request_.cells()
     options = request_._options(None, False, False, KeepSteps.from_option("kept=100,end"))
     here = runner.run(cells, RecordStore(tmp_path / "here"), options, RunWatcher())
-    there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), ByMessages(options))
+    there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), Pickled(options))
     same(here, there)
     assert sum(record.facts.keep_map is not None for record in there) == 14
     for folder in ("here", "there"):
@@ -115,37 +115,72 @@ def test_what_comes_back_as_messages_makes_the_same_records_and_the_same_page(re
     assert files[0] == files[1]
 
 
-def test_a_worker_without_the_model_or_with_other_code_says_so(request_, tmp_path, monkeypatch):
+def test_a_worker_without_the_model_or_with_other_code_says_so(request_, tmp_path):
     from kvbench.harness.models.hub import _BUILTIN
 
     shutil.copytree(_BUILTIN / "sink_1", tmp_path / "mine")
     request = RunRequest("spread.yaml", model="mine", threads=1, device="cpu", policies=["window", "own.py:Own"])
     cells = request.cells()
     options = RunOptions(request._options(None, False, False, None).device)
-    prepared = {item.cell.id: item for item in prepare(cells, options.device, None)}
-    order, texts = pack(cells, prepared, options, "cpu", 1)
-    worker = worker_of(order, texts)
-    everything = list(range(len(cells)))
-    assert worker.check(everything) == ""
-    order.files["own.py"] += b"\n# changed\n"
-    assert "own.py:Own differs" in worker_of(order, texts).check(everything)
+    order = Order.from_groups([prepare(cells, options.device, None)], cells, options, 1)
+
+    def check(order=order):
+        Worker(order, lambda *_: None).check()
+
+    check()
+    other = [replace(item, facts=item.facts | {"policy_sha256": "another"}) for item in order.groups[0]]
+    with pytest.raises(UserError, match="the code of the policy .* differs"):
+        check(replace(order, groups=[other]))
     (tmp_path / "mine" / "config.json").write_text((tmp_path / "mine" / "config.json").read_text() + " ")
-    assert "its files differ" in worker.check(everything)
+    with pytest.raises(UserError, match="its files differ"):
+        check()
     shutil.rmtree(tmp_path / "mine")
-    assert "no such directory" in worker.check(everything)
+    with pytest.raises(UserError, match="no such directory"):
+        check()
 
 
-def test_a_task_whose_data_cannot_be_sent_has_the_worker_read_them(request_, tmp_path):
+def test_a_task_whose_data_cannot_be_sent_has_the_worker_read_them(request_):
     cells = [cell for cell in request_.cells() if cell.task.name == "perplexity"][:1]
     options = request_._options(None, False, False, None)
     item = prepare(cells, options.device, None)[0]
     object.__setattr__(item.data, "source", lambda: "can't be pickled")
-    order, texts = pack(cells, {item.cell.id: item}, options, "cpu", 1)
-    assert texts == []
-    worker = worker_of(order, texts)
-    assert worker.check([0]) == ""
-    object.__setattr__(order.cells[0], "data_sha256", "another")
-    assert "its data differ" in worker.check([0])
+    order = pickle.loads(pickle.dumps(Order.from_groups([[item]], cells, options, 1)))
+    assert isinstance(order.groups[0][0].data, UnsentData)
+    Worker(order, lambda *_: None).check()
+    other = replace(order.groups[0][0], data=UnsentData("another", 300))
+    with pytest.raises(UserError, match="its data differ"):
+        Worker(replace(order, groups=[[other]]), lambda *_: None).check()
+
+
+ELSEWHERE = """
+import inspect, pickle, sys
+from kvbench.harness.core import user_files
+
+with open(sys.argv[1], "rb") as file:
+    user_files.receive(pickle.load(file))
+    policy, task, cache = pickle.load(file)
+assert policy.kind == 3 and task.__name__ == "Hits" and cache.backend == "quanto"
+from kvbench.harness.core import plugins
+assert plugins.policy_class("own.py:Own") is type(policy)
+assert "Keeps the newest" in inspect.getsource(type(policy))
+policy.importance(None)
+"""
+
+
+def test_a_users_classes_are_pickled_for_a_process_without_the_files(tmp_path, monkeypatch):
+    """A class of transformers, of which a contestant is made, too. An error names the line of the file that is not there."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN + "    kind: int = 3\n\n\nclass Hits(Policy):\n    pass\n")
+    own, hits = plugins.policy_class("own.py:Own"), plugins.policy_class("own.py:Hits")
+    cache = policy_from("hf:QuantizedCache", {"backend": "quanto"})
+    files = [file for file in user_files.loaded_files() if file.path == str(tmp_path / "own.py")]
+    Path("sent").write_bytes(pickle.dumps(files) + pickle.dumps((own(), hits, cache)))
+    Path("own.py").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    command = [sys.executable, "-c", ELSEWHERE, tmp_path / "sent"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=env, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False)
+    assert 'own.py", line 13, in importance\nAttributeError' in done.stderr
 
 
 def test_resources_change_no_cell_id(request_):

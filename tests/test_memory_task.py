@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import children
 import psutil
 import pytest
 import torch
@@ -25,9 +27,9 @@ from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import READ_AT_POINTS
-from kvbench.harness.run import apart
-from kvbench.harness.run.messages import RunOrder
+from kvbench.harness.run import child
 from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.order import Order, UnsentData
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
@@ -108,89 +110,104 @@ policies: [{policies}]
 """
 
 
+def order_of(cells, options):
+    return Order.from_groups([prepare(cells, options.device, None)], cells, options, 1)
+
+
+def measure(order, progress=lambda tokens, text: None):
+    return child.measure(order, [None], progress).outcomes
+
+
 def test_a_coded_cell_goes_to_a_process_and_comes_back(tmp_path, monkeypatch):
-    """How K and V are stored, and that pages go, pass through its pipe."""
+    """How K and V are stored, and that pages are evicted, are pickled."""
     monkeypatch.chdir(tmp_path)
     entries = "{name: window, evict: {pages: 4, worth: max}, kv: {codec: int4, exempt: {recent: 2}}}, {name: dense, kv: kivi2}"
     Path("one.yaml").write_text(SUITE.format(tokens=64, points=4, policies=entries))
-    options = RunOptions(torch.device("cpu"), block=16)
-    cells = RunRequest("one.yaml").cells()
-    for cell in cells:
-        order = RunOrder.from_json(apart.order_of(prepare([cell], options.device, None), options).to_json())
-        (answer,) = apart.measure(order, [None], lambda tokens, text: None).cells.values()
-        assert answer.failure is None
-        assert answer.metrics["kv_bytes"] == answer.metrics["expected_kv_bytes"]
+    for cell in RunRequest("one.yaml").cells():
+        (outcome,) = measure(order_of([cell], RunOptions(torch.device("cpu"), block=16)))
+        assert outcome.failure is None
+        assert outcome.metrics.kv_bytes == outcome.metrics.expected_kv_bytes
         shape = readable_shape("random:stories-260k", None)
-        assert answer.metrics["kv_bytes"] == shape.kv_bytes((cell.capacity or 256) + (3 if cell.capacity else -1), 1, 4, cell.kv)
+        assert outcome.metrics.kv_bytes == shape.kv_bytes((cell.capacity or 256) + (3 if cell.capacity else -1), 1, 4, cell.kv)
 
 
 @pytest.fixture
 def order(tmp_path, monkeypatch):
-    """The order of one cell."""
+    """Return an order of one cell."""
     monkeypatch.chdir(tmp_path)
 
     def of(tokens=64, points=4):
         Path("one.yaml").write_text(SUITE.format(tokens=tokens, points=points, policies="window"))
-        options = RunOptions(torch.device("cpu"), block=16)
-        return apart.order_of(prepare(RunRequest("one.yaml").cells(), options.device, None), options)
+        return order_of(RunRequest("one.yaml").cells(), RunOptions(torch.device("cpu"), block=16))
 
     return of
 
 
-def measure(order, progress=lambda tokens, text: None):
-    return apart.measure(order, [None], progress)
-
-
 def changed(order, **fields):
-    return replace(order, cells=[replace(order.cells[0], **fields)])
+    return replace(order, groups=[[replace(order.groups[0][0], **fields)]])
 
 
-def test_what_a_cell_dies_of_in_its_process_is_told(order):
-    cell = order().cells[0].cell
-    answer = measure(changed(order(), cell=cell | {"capacity": None}))
-    assert "Window" in answer.cells[0].failure["message"]
-    with pytest.raises(UserError, match="did you mean 'window'"):
-        measure(changed(order(), cell=cell | {"name": "windw"}))
+def test_errors_of_its_process_are_passed_on(order):
+    cell = order().groups[0][0].cell
+    (outcome,) = measure(changed(order(), cell=replace(cell, capacity=None)))
+    assert "Window" in outcome.failure.message
     with pytest.raises(UserError, match="its data differ from those of the process that started the run"):
-        measure(changed(order(), data_sha256="another"))
-
-
-RUN = """
-import signal, sys
-from kvbench.harness.run import apart
-from kvbench.harness.run.messages import RunOrder
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
-
-apart._CHILD = sys.argv[2] + apart._CHILD
-apart.measure(RunOrder.from_json(sys.argv[1]), [None], lambda tokens, text: print(text, flush=True))
-"""
-ELSEWHERE = "from kvbench.harness.run import child; child._PR_SET_PDEATHSIG = 0; "
+        measure(changed(order(), data=UnsentData("another", 64)))
+    with pytest.raises(child.ChildError) as raised:
+        measure(changed(order(), facts={}))
+    assert raised.value.failure["kind"] == "KeyError"
+    assert raised.value.failure["where"].endswith("in _here")
 
 
 @pytest.mark.parametrize(
-    ("before", "number"),
-    [(ELSEWHERE, signal.SIGKILL), (ELSEWHERE, signal.SIGINT)],
-    ids=["elsewhere-SIGKILL", "elsewhere-SIGINT"],
-)  # on Linux: test_under_fire.py
-def test_its_process_ends_with_the_run_that_is_killed(before, number, order):
-    """It need not write to the pipe to notice: its work would take minutes without output."""
-    asked = order(tokens=10**8)
+    ("target", "error", "message"),
+    [
+        (children.killed, MemoryError, "its process was killed by signal 9"),
+        (children.silent, RuntimeError, "ended with exit code 3 and without an answer"),
+    ],
+)
+def test_a_process_that_ends_without_an_answer_is_an_error(monkeypatch, order, target, error, message):
+    """The system kills a process that takes too much memory."""
+    monkeypatch.setattr(child, "run_child", target)
+    with pytest.raises(error, match=message):
+        measure(order())
+
+
+RUN = """
+import pickle, signal, sys
+from kvbench.harness.run import child
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
+child.measure(pickle.load(open(sys.argv[1], "rb")), [None], lambda tokens, text: print(text, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_its_process_ends_with_the_run_that_is_killed(number, order):
+    """Without writing anything: its work would take minutes without output. Ctrl-C reaches all processes of a terminal.
+
+    The script has no guard `if __name__ == "__main__"`, and is not run again.
+    """
+    Path("order").write_bytes(pickle.dumps(order(tokens=10**8)))
+    Path("run.py").write_text(RUN)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", RUN, asked.to_json(), before]
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run_:
-        started = time.monotonic()
-        while not (children := psutil.Process(run_.pid).children()) and time.monotonic() < started + 120:
+    with subprocess.Popen(
+        [sys.executable, "run.py", "order"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as run_:  # fmt: skip
+        started, process = time.monotonic(), []
+        while not process and time.monotonic() < started + 120:
             time.sleep(0.05)
-        (child,) = children
+            process = [p for p in psutil.Process(run_.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        assert process
         time.sleep(1)
-        run_.send_signal(number)
-        _, alive = psutil.wait_procs([child], timeout=60)
-        for process in alive:
-            process.kill()
+        run_.send_signal(number) if number == signal.SIGKILL else os.killpg(run_.pid, number)
+        _, alive = psutil.wait_procs(process, timeout=60)
+        for one in alive:
+            one.kill()
         assert not alive
-        said = run_.stderr.read()
-    assert said.count("Traceback") == (number == signal.SIGINT), "of this process, which catches nothing; never of the other"
+        stderr = run_.stderr.read()
+    assert stderr.count("Traceback") == (number == signal.SIGINT), "of this process, which catches nothing; never of the other"
 
 
 def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):
@@ -238,14 +255,6 @@ def test_tensors_are_counted_once_and_the_models_not_at_all():
     assert tensor_bytes([read, copy]) > 1.9 * tensor_bytes(read)
 
 
-def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path, order):
-    monkeypatch.setattr(apart.sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
-    (tmp_path / "python").chmod(0o755)
-    with pytest.raises(MemoryError, match="signal 9"):
-        measure(order())
-
-
 def test_its_process_ends_when_whoever_listens_does(order):
     """Ctrl-C while progress is shown: the exception is passed on, and the process is gone."""
 
@@ -254,4 +263,4 @@ def test_its_process_ends_when_whoever_listens_does(order):
 
     with pytest.raises(KeyboardInterrupt):
         measure(order(10**7, 10**4), interrupted)
-    assert not [p for p in psutil.Process().children() if "kvbench.harness.run.child" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]

@@ -119,7 +119,7 @@ def test_a_worker_that_dies_takes_its_cell_with_it_and_nothing_else(local_ray, f
     assert once.status == window.status == "ok"
     assert once.metrics.nll == pytest.approx(window.metrics.nll, abs=1e-6)
     assert (always.status, always.error.kind) == ("failed", "WorkerDied")
-    assert always.error.message.startswith("its worker died 3 times, on ")
+    assert always.error.message == "its worker died 3 times"
     assert not (folder / "once").exists()
 
 

@@ -13,8 +13,7 @@ from conftest import bench
 from kvbench.harness.core.errors import UserError, failure, ran_out_of_memory
 from kvbench.harness.kernels import captured
 from kvbench.harness.models import load
-from kvbench.harness.run import apart, machine, request
-from kvbench.harness.run.messages import GroupAnswer, RunOrder
+from kvbench.harness.run import child, machine, request
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.worker import Worker
 
@@ -171,7 +170,7 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
     request = RunRequest(str(tmp_path / "two.yaml"), threads=1, device="cpu")
     expected = request.measure(tmp_path / "expected", request.cells(), progress=False)
     groups, here = [], []
-    new_process, run_task = apart.measure, machine._run_task
+    new_process, run_task = child.measure, machine._run_task
 
     def fails(attempts, *rest):
         here.append(len(attempts))
@@ -180,7 +179,7 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
         return seconds
 
     monkeypatch.setattr(machine, "_run_task", fails)
-    monkeypatch.setattr(apart, "measure", lambda order, *rest: groups.append(order) or new_process(order, *rest))
+    monkeypatch.setattr(child, "measure", lambda order, *rest: groups.append(order) or new_process(order, *rest))
     records = request.measure(tmp_path / "results", request.cells(), progress=False)
     assert (len(here), len(groups)) == (1, 1)
     for record, other in zip(records, expected, strict=True):
@@ -198,12 +197,11 @@ def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatc
     groups = []
 
     def in_child(order, references, progress):
-        groups.append(order.cells)
-        worker = Worker(RunOrder.from_json(order.to_json()), [].__getitem__, progress, tmp_path / "scratch", own_process=True)
-        return GroupAnswer.from_json(worker.measure(range(len(order.cells)), references).to_json())
+        groups.append(order.groups[0])
+        return Worker(order, progress, own_process=True).measure(0, references, tmp_path / "scratch")
 
     monkeypatch.setattr(captured.PROCESS, "failed", "the capture was invalidated")
-    monkeypatch.setattr(apart, "measure", in_child)
+    monkeypatch.setattr(child, "measure", in_child)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "s.yaml").write_text(BAD_BESIDE_GOOD)

@@ -94,12 +94,12 @@ class RecordStore:
             latest = max(latest, then + datetime.timedelta(seconds=1)) if then is not None and then >= now else latest
         return latest.isoformat(timespec="seconds")
 
-    def write(self, record: Record, trace: Path | None = None, suffix: str = ".nll.npy") -> Path:
+    def write(self, record: Record, trace: Path | bytes | None = None, suffix: str = ".nll.npy") -> Path:
         """Write a record atomically. Its trace comes first, so that no record lacks its trace.
 
         Args:
             record: to write.
-            trace: the finished trace, which is moved here; None if there is none.
+            trace: the finished trace, a file that is moved here, or its content; None if there is none.
 
         Raises:
             OSError: the folder can't be written to.
@@ -108,8 +108,13 @@ class RecordStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         if trace is not None:
             target = self.trace_path(record, suffix)
-            record.trace = Trace(file=target.name, sha256=hashlib.sha256(trace.read_bytes()).hexdigest())
-            put_in_place(trace, target)
+            content = trace if isinstance(trace, bytes) else trace.read_bytes()
+            record.trace = Trace(file=target.name, sha256=hashlib.sha256(content).hexdigest())
+            if isinstance(trace, Path):
+                put_in_place(trace, target)
+            else:
+                with atomic_write(target, "wb") as file:
+                    file.write(trace)
         with atomic_write(path) as file:
             file.write(record.as_text())
         return path

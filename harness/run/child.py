@@ -1,65 +1,126 @@
-"""The process at the other end of `apart.py`'s pipe. It imports what it measures with only once it will end with its parent."""
+"""Measures a group of cells in a child process.
+
+On a CPU, a task may ask for it for each cell, so that the process's peak memory is that of the cell. After a failed capture of a
+CUDA graph, the groups of cells that follow are measured so, because the capture may have harmed the run's own process.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
+import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-_PR_SET_PDEATHSIG = 1  # Linux's prctl: set the signal that this process gets when its parent dies
+from kvbench.harness.core import user_files
+from kvbench.harness.core.errors import UserError, failure
 
-
-def child() -> None:
-    """Read an order and references, measure, answer. The process's argument is an empty folder to work in."""
-    order, references = sys.stdin.readline(), sys.stdin.readline()
-    if not references:  # the parent has gone already
-        return
-    _end_with_parent(sys.stdin)
-    out, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answer
-    with contextlib.suppress(BrokenPipeError):  # the parent has gone
-        _send(out, _answer(order, references, out))
-    sys.stderr.flush()
-    os._exit(0)  # an orderly exit would wait for the thread that reads stdin
+if TYPE_CHECKING:
+    from kvbench.harness.records import Record
+    from kvbench.harness.run.order import Answer, Order
 
 
-def _end_with_parent(stdin: IO[str]) -> None:
-    """End this process when its parent has ended: at once on Linux, elsewhere when the pipe closes."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+class ChildError(RuntimeError):
+    """An error that a child process could not attribute to a cell.
 
-    def watch() -> None:
-        stdin.read()
-        os._exit(1)
+    Attributes:
+        failure: of its cells' records.
+    """
 
-    threading.Thread(target=watch, daemon=True).start()
+    def __init__(self, failure: dict[str, Any]) -> None:
+        super().__init__(failure)
+        self.failure = failure
 
 
-def _answer(order_line: str, references_line: str, out: IO[str]) -> str:
-    from kvbench.harness.core.errors import UserError
-    from kvbench.harness.run.messages import GroupAnswer, RunOrder
+def measure(order: Order, references: Sequence[Record | None], progress: Callable[[int, str], None]) -> Answer:
+    """Measure the only group of an order in a new process, which does not outlive this one, nor this call.
+
+    `references` has a record for each cell that is compared with one; `progress` gets the tokens done and the figure so far.
+
+    Raises:
+        UserError: the child raised one; its model can't be driven exactly, for example.
+        ChildError: the child failed.
+        MemoryError: the child was killed, as the system does with a process that takes too much memory.
+        RuntimeError: the child ended without an answer.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch, ours:
+        process = multiprocessing.get_context("spawn").Process(target=run_child, args=(theirs, scratch))
+        try:
+            with theirs, _unnoticed():
+                process.start()
+            return _conversation(ours, (order, references), progress)
+        except (EOFError, ConnectionError):
+            process.join()
+        finally:
+            if process.pid is not None:
+                process.kill()  # no effect if it has ended
+                process.join()
+    if (code := process.exitcode or 0) < 0:
+        raise MemoryError(f"its process was killed by signal {-code}")
+    raise RuntimeError(f"its process ended with exit code {code} and without an answer")
+
+
+def _conversation(connection: Connection, request: Any, progress: Callable[[int, str], None]) -> Answer:
+    """Send the request, pass on progress, and return the answer."""
+    connection.send(user_files.loaded_files())
+    connection.send(request)
+    while isinstance(message := connection.recv(), tuple):
+        progress(*message)
+    if isinstance(message, Exception):
+        raise message
+    answer: Answer = message
+    return answer
+
+
+@contextlib.contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Start a process that Ctrl-C does not reach, because the run ends it, and that does not run the user's script again.
+
+    Without the latter, every script that measures would need the guard `if __name__ == "__main__"`.
+    """
+    resource_tracker.ensure_running()  # it would unblock SIGINT
+    main, blocked = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def run_child(connection: Connection, scratch: str) -> None:
+    """Receive an order, measure, answer: the child's side. It imports torch only once it will end with its parent."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(2, 1)  # stdout is for the records of the run
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
+        try:
+            user_files.receive(connection.recv())
+            order, references = connection.recv()
+            connection.send(_answer(order, references, connection, Path(scratch)))
+        except (UserError, EOFError, ConnectionError) as error:
+            connection.send(error)
+        except (Exception, SystemExit) as error:  # a user's code may raise what can't be pickled
+            connection.send(ChildError(failure(error)))
+
+
+def _answer(order: Order, references: Sequence[Record | None], connection: Connection, scratch: Path) -> Answer:
     from kvbench.harness.run.worker import Worker
 
-    def report(tokens: int, text: str) -> None:
-        _send(out, json.dumps({"progress": [tokens, text]}))
-
-    try:
-        order = RunOrder.from_json(order_line)
-        worker = Worker(order, [].__getitem__, report, Path(sys.argv[1]), own_process=True)
-        answer = worker.measure(range(len(order.cells)), json.loads(references_line))
-    except UserError as error:
-        answer = GroupAnswer.from_mistake(error, [])
-    except (Exception, SystemExit) as error:  # the parent reports it
-        answer = GroupAnswer.from_error(error, [cell.facts for cell in order.cells])
-    return answer.to_json()
+    worker = Worker(order, lambda tokens, text: connection.send((tokens, text)), own_process=True)
+    return worker.measure(0, references, scratch)
 
 
-def _send(out: IO[str], line: str) -> None:
-    out.write(line + "\n")
-    out.flush()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.harness.records import Record, RecordStore, digest
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.run.keep_map import KeepMapWriter, ReceivedMap
+from kvbench.harness.run.keep_map import FinishedMap, KeepMapWriter
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell
 
@@ -41,15 +41,21 @@ class Outcome:
         facts: of its record.
         metrics: its figures; None if it failed.
         failure: why it failed; None if it went well.
-        trace: file with its trace, which may be empty; None if it failed.
+        trace: file with its trace, or the content; it may be empty. None if it failed.
         keep_map: None if none was asked for, the task has none, or it failed.
     """
 
     facts: dict[str, Any]
     metrics: Metrics | None
     failure: Failure | None
-    trace: Path | None
-    keep_map: KeepMapWriter | ReceivedMap | None
+    trace: Path | bytes | None
+    keep_map: KeepMapWriter | FinishedMap | None
+
+    def with_contents(self) -> Outcome:
+        """The outcome with the content of its files, for another process."""
+        trace = self.trace.read_bytes() if isinstance(self.trace, Path) else self.trace
+        keep_map = self.keep_map.finished() if isinstance(self.keep_map, KeepMapWriter) else self.keep_map
+        return replace(self, trace=trace, keep_map=keep_map)
 
 
 Done = Callable[[Prepared, Outcome], None]

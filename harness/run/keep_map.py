@@ -116,18 +116,25 @@ class KeepMapWriter:
         Raises:
             OSError: it can't be written.
         """
-        assert not self._left, "a step was never reached"
-        self._flush()
-        self._writer.close()
+        self._complete()
         with self._path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         put_in_place(self._path, path)
         return {"file": path.name, "sha256": sha256, "steps": self._keep.text}
 
+    def finished(self) -> FinishedMap:
+        """Complete the file, and return its content."""
+        self._complete()
+        return FinishedMap(self._path.read_bytes(), self._keep.text)
+
     def discard(self) -> None:
         """Remove the file, unless it is in its place."""
         self._writer.close()
         self._path.unlink(missing_ok=True)
+
+    def _complete(self) -> None:
+        self._flush()
+        self._writer.close()
 
     def _flush(self) -> None:
         columns = zip(*self._rows, strict=True) if self._rows else [()] * len(self._schema)
@@ -136,8 +143,8 @@ class KeepMapWriter:
 
 
 @dataclass(frozen=True)
-class ReceivedMap:
-    """A finished keep map that another process sent.
+class FinishedMap:
+    """Content of a finished keep map, from another process.
 
     Attributes:
         content: of the file.
@@ -153,6 +160,7 @@ class ReceivedMap:
         Raises:
             OSError: it can't be written.
         """
+        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "wb") as file:
             file.write(self.content)
         return {"file": path.name, "sha256": hashlib.sha256(self.content).hexdigest(), "steps": self.steps}
@@ -244,7 +252,7 @@ def open_map(item: Prepared, store: RecordStore, keep: KeepSteps | None) -> Keep
     return KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), keep, steps)
 
 
-def settle_map(keep_map: KeepMapWriter | ReceivedMap | None, record: Record, store: RecordStore) -> None:
+def settle_map(keep_map: KeepMapWriter | FinishedMap | None, record: Record, store: RecordStore) -> None:
     """Put the keep map of a measured cell in its place, and name it in the record. The map of an earlier record goes.
 
     Raises:

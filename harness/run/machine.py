@@ -29,11 +29,11 @@ from kvbench.harness.models.hub import is_random
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.run import apart
+from kvbench.harness.run import child
 from kvbench.harness.run.executor import Done, Group, Outcome, RunWatcher, trace_suffix
 from kvbench.harness.run.keep_map import KeepMapWriter, open_map
-from kvbench.harness.run.messages import GroupAnswer
 from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.order import Answer, Order
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
 from kvbench.harness.run.reading import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.suite import Cell
@@ -47,13 +47,13 @@ _Finish = Callable[["_Attempt", float | None], None]  # hands a cell's outcome o
 class Machine:
     """This machine, as it measures one group of cells after the other. It keeps the model that was loaded last."""
 
-    def __init__(self, options: RunOptions, cells: Sequence[Cell], folder: RecordStore, own_process: bool = False) -> None:
+    def __init__(self, options: RunOptions, cells: Sequence[Cell], own_process: bool = False) -> None:
         """Set up the machine, without loading a model.
 
-        `cells` are all that may be measured: a cache that does not fit is reported when its model is loaded. While a cell is
-        measured, its trace and keep map are written to `folder`. `own_process`: this process is there for one group.
+        `cells` are all that may be measured: a cache that does not fit is reported when its model is loaded. `own_process`: this
+        process is there for one group.
         """
-        self._options, self._folder, self._own_process = options, folder, own_process
+        self._options, self._own_process = options, own_process
         self._models = _LastModel(options.device, cells)
         atexit.register(gc.unfreeze)  # else libraries complain of objects that are left at the end
 
@@ -61,18 +61,20 @@ class Machine:
         """Free the model's memory."""
         self._models.drop()
 
-    def measure(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
+    def measure(
+        self, group: Group, references: Sequence[Record | None], folder: RecordStore, watcher: RunWatcher, done: Done
+    ) -> None:
         """Measure the cells of a group. `done` gets each cell's outcome as soon as it is known.
 
-        `references` has a record for each cell that is compared with one. `done` may move the outcome's files away; what it
-        leaves is removed.
+        `references` has a record for each cell that is compared with one. Traces and keep maps are written to `folder`. `done`
+        may move them away; files that it leaves are removed.
 
         Raises:
             UserError: the model can't be driven exactly, a cache doesn't fit, or the folder can't be written to.
         """
-        options, folder = self._options, self._folder
+        options = self._options
         if not self._own_process and (capture_failure() or _plainly(group[0], options)):
-            self._measure_apart(group, references, watcher, done)
+            self._measure_in_child(group, references, watcher, done)
             return
         attempts = [
             _Attempt(item, _partial_trace(item, folder), open_map(item, folder, options.keep), reference)
@@ -100,24 +102,26 @@ class Machine:
                 if attempt.keep_map is not None:
                     attempt.keep_map.discard()
 
-    def _measure_apart(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
+    def _measure_in_child(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
         """Measure the cells of a group in a process of its own, with the facts that it notes there."""
         if capture_failure():
             self.close()
         started = time.perf_counter()
         try:
-            answer = apart.measure(apart.order_of(group, self._options), references, watcher.advance)
+            order = Order.from_groups([group], [item.cell for item in group], self._options, torch.get_num_threads())
+            answer = child.measure(order, references, watcher.advance)
         except UserError:
             raise
         except Exception as error:  # the process died, and the other groups must still run
+            why = Failure.from_json(error.failure if isinstance(error, child.ChildError) else failure(error))
             here = machine_facts(self._options.device, 0.0, None, None)
-            answer = GroupAnswer.from_error(error, [item.facts | here for item in group])
+            answer = Answer([Outcome(item.facts | here, None, why, None, None) for item in group], [])
         seconds = round(time.perf_counter() - started, 3)
         for label, text in answer.notes:
             watcher.note(label, text)
-        for number, item in enumerate(group):
-            answer.cells[number].facts["seconds"] = seconds
-            answer.cells[number].deliver(item, self._folder, done)
+        for item, outcome in zip(group, answer.outcomes, strict=True):
+            outcome.facts["seconds"] = seconds
+            done(item, outcome)
 
 
 def _plainly(item: Prepared, options: RunOptions) -> bool:

@@ -1,109 +1,108 @@
-"""Measures the groups of a run with workers on Ray: on this machine, or on a cluster. The only file that imports Ray.
+"""Measures the groups of a run with workers on Ray: on this machine, or on a cluster.
 
-The process that started the run schedules, writes every record, and shows progress. A worker is an actor; it is never restarted:
-if it dies, another one is started in its place, and its group is measured again.
+The process that started the run chooses who measures what, writes every record, and shows progress. Ray starts the workers, sends
+what they need, starts them again if they die, and repeats what was lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import socket
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import psutil
+import torch
 
-from kvbench.harness.core.device import cores
-from kvbench.harness.core.errors import UserError, first_line
-from kvbench.harness.run.executor import Group, Ledger
-from kvbench.harness.run.fleet import Fleet
-from kvbench.harness.run.messages import pack
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.user_files import loaded_files
+from kvbench.harness.records.facts import Failure
+from kvbench.harness.run.estimate import estimates
+from kvbench.harness.run.executor import Group, Ledger, Outcome, needs_machine
 from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.order import Answer, Order
 from kvbench.harness.run.prepare import MachineFacts
-from kvbench.harness.run.ray_loop import Loop, works
-from kvbench.harness.suite import Cell, Resources
+from kvbench.harness.run.ray_cluster import Cluster, connected, needs
+from kvbench.harness.run.ray_worker import Board, Place, RayWorker, Shared, versions
+from kvbench.harness.run.schedule import Schedule, Work
+from kvbench.harness.suite import Cell
+from kvbench.harness.tasks.task import MeasurementError
 
-LOCAL = "local"  # the address that means: start Ray on this machine
-CONNECT_S = 5.0
-OBJECT_STORE_BYTES = 2**29  # holds the texts, and a trace a worker
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_GUARD = """
-import sys
-import psutil
-processes = []
-for pid in sys.argv[1:]:
-    try:
-        processes.append(psutil.Process(int(pid)))
-    except psutil.NoSuchProcess:
-        pass
-print(flush=True)
-sys.stdin.read()  # ends when the other end is closed, or its process has ended
-for process in processes:
-    try:
-        process.kill()  # not another process that has got its number since
-    except psutil.NoSuchProcess:
-        pass
-"""
+TRIES = 3  # of a group whose worker dies
+START_S = 120.0
+TICK_S = 0.5
 
 
-@dataclass(frozen=True)
-class RaySettings:
-    """Settings of a run on Ray.
+@contextlib.contextmanager
+def ray_executor(
+    address: str, workers: int | None, threads: int, device: str, options: RunOptions, cells: Sequence[Cell]
+) -> Iterator[RayExecutor]:
+    """Give an executor. Its workers, and a Ray that it starts, live as long as the context.
 
-    Attributes:
+    Args:
         address: of a cluster: HOST:PORT, or auto; "local" starts Ray on this machine.
         workers: how many; as many as find room when None.
         threads: CPU threads of each.
         device: auto, cpu or cuda.
-    """
+        options: of the run.
+        cells: of the run; their suite says what a worker needs.
 
-    address: str = LOCAL
-    workers: int | None = None
-    threads: int = 1
-    device: str = "auto"
+    Raises:
+        UserError: Ray is not installed, there is no such cluster or no room in it, or a worker has other code.
+    """
+    with connected(address) as cluster:
+        need = needs(cells[0].resources, device, threads, cluster.gpus)
+        executor = RayExecutor(cluster, options, "cuda" if "GPU" in need else "cpu", threads)
+        try:
+            executor.start(cluster.number_of_workers(workers, need, len(cells)), need)
+            yield executor
+        finally:
+            executor.stop()
 
 
 class RayExecutor:
-    """An `Executor` whose workers are Ray actors. They live as long as its context, and so does a Ray that it started."""
+    """An `Executor` whose workers are Ray actors."""
 
-    def __init__(self, settings: RaySettings, options: RunOptions, cells: Sequence[Cell]) -> None:
-        """Set up a run on Ray, without starting anything.
-
-        The suite of the cells says what a worker needs. The device is each worker's own.
-
-        Raises:
-            UserError: Ray is not installed.
-        """
-        self._settings, self._options, self._cells = settings, options, cells
-        self._ray = _import_ray()
-        self._fleet: Fleet | None = None
-        self._owns_ray = False
-        self._guard: _Guard | None = None
-        self._device = "cpu"
-
-    def __enter__(self) -> Self:
-        try:
-            self._open()
-        except BaseException:
-            self._close()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._close()
+    def __init__(self, cluster: Cluster, options: RunOptions, device: str, threads: int) -> None:
+        """Plan a run with workers for which the cluster has room, without starting any."""
+        self._cluster, self._ray, self._device, self._threads = cluster, cluster.ray, device, threads
+        self._options = replace(options, device=torch.device(device))
+        self._workers: list[_Worker] = []
+        self._board = self._ray.remote(num_cpus=0)(Board).remote()
 
     @property
     def machine(self) -> MachineFacts:
         """Device and threads of the first worker, and the least free memory of any."""
-        assert self._fleet is not None
-        machines = [worker.machine for worker in self._fleet.workers.values()]
-        return MachineFacts(machines[0].device, machines[0].threads, min(machine.free_bytes for machine in machines))
+        machines = [worker.machine for worker in self._workers]
+        return replace(machines[0], free_bytes=min(machine.free_bytes for machine in machines))
+
+    def start(self, count: int, need: Mapping[str, float]) -> None:
+        """Start `count` workers that take `need` each, and compare their code with ours.
+
+        Raises:
+            UserError: names the first that does not start, whose code differs, or that lacks the device.
+        """
+        resources = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0), "memory": need.get("memory")}
+        kind = self._ray.remote(max_restarts=-1, max_task_retries=TRIES - 1, scheduling_strategy="SPREAD", **resources)(RayWorker)
+        self._workers += [_Worker(name, kind.remote(name)) for name in (f"worker-{i + 1}" for i in range(count))]
+        calls = [worker.actor.about.remote(self._device, self._threads) for worker in self._workers]
+        if late := self._ray.wait(calls, num_returns=count, timeout=START_S)[1]:
+            name = self._workers[calls.index(late[0])].name
+            raise UserError(f"{name}: not started after {START_S:.0f} s: is the cluster busy with other work?")
+        ours = versions()
+        for worker, call in zip(self._workers, calls, strict=True):
+            worker.place, theirs, worker.machine = _result(self._ray, worker, call)
+            for name, other in ((name, theirs.get(name, "none")) for name in ours):
+                if other != ours[name]:
+                    raise UserError(f"{worker.label}: {name} is {other}, here it is {ours[name]}: install the same on both")
+
+    def stop(self) -> None:
+        """End all workers, if Ray can still do that."""
+        if self._cluster.answers():
+            for actor in (*(worker.actor for worker in self._workers), self._board):
+                self._ray.kill(actor)
 
     def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
         """See `Executor`.
@@ -111,182 +110,152 @@ class RayExecutor:
         Raises:
             UserError: a worker lacks a model or data, or finds a mistake, or no worker is left. It names the worker.
         """
-        assert self._fleet is not None
-        numbers = {cell.id: number for number, cell in enumerate(cells)}
-        prepared = {item.cell.id: item for group in groups for item in group}
-        order, texts = pack(cells, prepared, self._options, self._device, self._settings.threads)
-        self._fleet.give(order.to_json(), texts)
-        kinds = {(i.cell.model.model_dump_json(), i.facts["policy_sha256"], id(i.data)): i.cell.id for i in prepared.values()}
-        self._fleet.check([numbers[cell] for cell in kinds.values()])
-        Loop(self._fleet, works(groups, self.machine.device), groups, numbers, ledger).run()
-
-    def _open(self) -> None:
-        """Connect, start the workers, and see that they can do what will be asked.
-
-        Raises:
-            UserError: there is no such cluster, no room in it, or a worker has other code.
-        """
-        ray, settings = self._ray, self._settings
-        if not ray.is_initialized():
-            others = _descendants()
-            _connect(ray, settings.address)
-            self._owns_ray = True
-            self._guard = _Guard(others) if settings.address == LOCAL else None
-        cluster = "this machine" if settings.address == LOCAL else settings.address
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = sum(machine.get("GPU", 0.0) for machine in machines)
-        need = needs(self._cells[0].resources, settings.device, settings.threads, gpus)
-        count = number_of_workers(settings.workers, machines, need, len(self._cells), cluster)
-        self._device = "cuda" if "GPU" in need else "cpu"
-        self._fleet = Fleet(ray, need, self._device, settings.threads)
-        self._fleet.meet([self._fleet.start() for _ in range(count)])
-
-    def _close(self) -> None:
-        if self._fleet is not None:
-            self._fleet.stop()
-        if self._owns_ray:
-            self._ray.shutdown()
-        if self._guard is not None:
-            self._guard.end()
+        try:
+            order = Order.from_groups(groups, cells, self._options, self._threads)
+        except MeasurementError as error:
+            raise UserError(str(error)) from None
+        shared = Shared(self._ray.put(loaded_files()), self._ray.put(order), os.getcwd(), self._board)
+        of_node = {worker.place.node: worker for worker in self._workers}  # the workers of a node share its disk
+        for worker, call in [(worker, worker.actor.check.remote(shared)) for worker in of_node.values()]:
+            _result(self._ray, worker, call)
+        with _interrupts() as interrupts:
+            _Loop(self._cluster, self._workers, groups, shared, ledger).run(interrupts)
 
 
-def needs(resources: Resources, device: str, threads: int, cluster_gpus: float) -> dict[str, float]:
-    """Return the Ray resources that one worker reserves.
+class _Worker:
+    """A worker as the run sees it: its actor, where that is, facts about its machine, and the group that it measures."""
 
-    `device` and `threads` are options of the command line.
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self.actor, self.number = name, actor, -1
+        self.place, self.machine = Place("", "", 0), MachineFacts("", 0, 0)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} on {self.place.host}" if self.place.host else self.name
+
+
+class _Loop:
+    """Hands groups to workers until all have records. Workers that find nothing left to do are ended."""
+
+    def __init__(self, cluster: Cluster, workers: list[_Worker], groups: Sequence[Group], shared: Shared, ledger: Ledger) -> None:
+        self._cluster, self._ray, self._workers = cluster, cluster.ray, workers
+        self._groups, self._shared, self._ledger = groups, shared, ledger
+        self._schedule = Schedule(works(groups))
+        self._running: dict[Any, _Worker] = {}  # by the reference of the answer
+        self._progress: Any = shared.board.read.remote()
+
+    def run(self, interrupts: list[int]) -> None:
+        while self._schedule.left:
+            if interrupts:
+                raise KeyboardInterrupt
+            self._assign()
+            self._cluster.refuse_silence()
+            if not self._running:
+                raise UserError(f"no worker is left for {len(self._schedule.left)} groups of cells; finished cells are kept")
+            for ref in self._ray.wait(list(self._running), timeout=TICK_S)[0]:
+                self._receive(self._running.pop(ref), ref)
+            self._show()
+
+    def _assign(self) -> None:
+        for worker in [worker for worker in self._workers if worker not in self._running.values()]:
+            work = self._schedule.next(worker.name)
+            if work is not None:
+                worker.number, group = work.number, self._groups[work.number]
+                self._ledger.begin(group, worker.label)
+                call = worker.actor.measure.remote(self._shared, work.number, self._ledger.references(group))
+                self._running[call] = worker
+            elif not self._schedule.waiting:  # makes room, perhaps for one that Ray starts again
+                self._end(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._ray.kill(worker.actor)
+
+    def _receive(self, worker: _Worker, ref: Any) -> None:
+        """Write the records of a group, while its worker goes on with the next."""
+        group, number, errors = self._groups[worker.number], worker.number, self._ray.exceptions
+        watcher = self._ledger.watcher
+        watcher.idle(worker.label)
+        try:
+            place, answer = _result(self._ray, worker, ref)
+        except errors.ActorDiedError as error:  # for good: Ray can't start it again
+            watcher.note(worker.label, f"can't be started again ({_last_line(error)})")
+            self._schedule.free(worker.name, again=True)
+            self._end(worker)
+            return
+        except errors.ActorUnavailableError:
+            died = Failure(kind="WorkerDied", message=f"its worker died {TRIES} times")
+            place, answer = worker.place, Answer([Outcome(dict(item.facts), None, died, None, None) for item in group], [])
+        if place != worker.place:
+            watcher.note(worker.label, "died; what it measured was measured again")
+            worker.place = place
+        self._schedule.free(worker.name)
+        self._assign()
+        for label, text in answer.notes:
+            watcher.note(label, text)
+        for item, outcome in zip(group, answer.outcomes, strict=True):
+            self._ledger.done(item, outcome)
+        self._ledger.end(group)
+        self._schedule.recorded(number)
+
+    def _show(self) -> None:
+        """Show the progress that the board knows, without waiting for it."""
+        if not self._ray.wait([self._progress], timeout=0)[0]:
+            return
+        board, self._progress = self._progress, self._shared.board.read.remote()
+        busy = {worker.name: worker for worker in self._running.values()}
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            for name, (tokens, text) in self._ray.get(board).items():
+                if name in busy:
+                    self._ledger.watcher.advance(tokens, text, busy[name].label)
+
+
+def works(groups: Sequence[Group]) -> list[Work]:
+    """Return the groups for the schedule."""
+    number_of = {item.cell.id: number for number, group in enumerate(groups) for item in group}
+    seconds = {e.cell.id: e.seconds or 1.0 for e in estimates([item.cell for group in groups for item in group], "cpu")}
+    works = []
+    for number, group in enumerate(groups):
+        references = [item.cell.reference for item in group]
+        after = {number_of[cell.id] for cell in references if cell is not None and cell.id in number_of} - {number}
+        total = sum(seconds[item.cell.id] for item in group)
+        works.append(Work(number, group[0].cell.model, total, needs_machine(group), frozenset(after)))
+    return works
+
+
+def _result(ray: Any, worker: _Worker, ref: Any) -> Any:
+    """Return the result of a worker's call.
 
     Raises:
-        UserError: another device than cpu, cuda or auto, or a suite that needs GPUs is to run on CPUs.
+        UserError: the worker raised one, or it never started.
+        RayError: the worker died.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {device}: with --ray, each worker gets its own devices: give auto, cpu or cuda")
-    gpus = resources.gpus
-    if gpus is None:
-        gpus = 1.0 if device == "cuda" or (device == "auto" and cluster_gpus) else 0.0
-    if device == "cuda" and not gpus:
-        raise UserError("--device cuda: the suite's resources say gpus: 0")
-    gpus = 0.0 if device == "cpu" else gpus
-    need = {"CPU": float(resources.cpus or threads), "GPU": gpus, "memory": float(resources.memory or 0)}
-    return {name: amount for name, amount in need.items() if amount}
-
-
-def room(machine: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """How many workers a machine has room for."""
-    return min((math.floor(machine.get(name, 0.0) / amount + 1e-9) for name, amount in need.items()), default=0)
-
-
-def number_of_workers(
-    requested: int | None, machines: Sequence[Mapping[str, float]], need: Mapping[str, float], cells: int, cluster: str
-) -> int:
-    """How many workers to start: as many as were asked for, else as many as find room, but not more than there are cells.
-
-    `cluster` names the cluster in messages.
-
-    Raises:
-        UserError: names the first worker that finds no room.
-    """
-    places = sum(room(machine, need) for machine in machines)
-    wanted = max(requested or 1, 1)
-    if places < wanted:
-        has = f"{len(machines)} machine{'s' if len(machines) != 1 else ''} with {_words(_total(machines, need)) or 'nothing'}"
-        raise UserError(f"worker-{places + 1} of {wanted}: no room: a worker takes {_words(need)}, and {cluster} has {has}")
-    return min(requested or places, cells)
-
-
-def _total(machines: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> dict[str, float]:
-    return {name: sum(machine.get(name, 0.0) for machine in machines) for name in need}
-
-
-def _words(amounts: Mapping[str, float]) -> str:
-    units = {"CPU": "cores", "GPU": "GPUs"}
-    parts = [f"{amount:g} {units[name]}" for name, amount in amounts.items() if name in units]
-    parts += [f"{amounts['memory'] / 2**30:,.1f} GiB"] if "memory" in amounts else []
-    return ", ".join(parts)
-
-
-def _import_ray() -> Any:
-    """Import Ray.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
     try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise UserError("--ray: Ray is not installed: pip install 'kv-bench[ray]'") from error
-    return ray
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise type(error.cause)(f"{worker.label}: {error.cause}") from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        if worker.place.host:
+            raise
+        raise UserError(f"{worker.name}: died before anything was measured ({_last_line(error)})") from error
 
 
-def _connect(ray: Any, address: str) -> None:
-    """Start Ray here, or connect to a cluster.
+def _last_line(error: BaseException) -> str:
+    """Return the last line of an error of Ray, which names what happened in the worker."""
+    return str(error).strip().splitlines()[-1].strip()
 
-    Raises:
-        UserError: no cluster is there.
-    """
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    with contextlib.suppress(ImportError):  # it writes about dead workers to stdout, which is for records
-        from ray._private import worker
 
-        worker.print_to_stdstream = _ignore
-    if address == LOCAL:
-        os.environ.setdefault("RAY_worker_niceness", "0")  # by default everything else on the machine goes first
-        ray.init(LOCAL, num_cpus=cores(), include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Give a list that gets an entry at Ctrl-C: within a callback or a destructor, Python would print it and go on."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield came
         return
-    if "://" in address:
-        raise UserError(f"--ray {address}: run bench on a machine of the cluster, and give HOST:PORT or auto")
-    if address != "auto":
-        _refuse_silence(address)
+    before = signal.signal(signal.SIGINT, lambda *received: came.append(received[0]))
     try:
-        ray.init(address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
-        why = first_line(error) or type(error).__name__
-        why += "; a cluster that asks for a token (Ray's default) needs RAY_AUTH_MODE=token here, too"
-        raise UserError(f"--ray {address}: no cluster for worker-1: {why}") from error
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _refuse_silence(address: str) -> None:
-    """Refuse an address where nothing answers; Ray would try for a minute, and then end this process.
-
-    Raises:
-        UserError: it is one.
-    """
-    host, colon, port = address.rpartition(":")
-    try:
-        if not colon:
-            raise ValueError("expected HOST:PORT, or auto")
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--ray {address}: no cluster for worker-1: {why}") from error
-
-
-def _descendants() -> list[psutil.Process]:
-    """The processes that this one has started, and those that they have started."""
-    return psutil.Process().children(recursive=True)
-
-
-class _Guard:
-    """A process that ends processes once this one has ended, even if it was killed.
-
-    Ray ends its workers then, but its helpers go on for a minute, because they wait for a server that is gone.
-    """
-
-    def __init__(self, others: Sequence[psutil.Process]) -> None:
-        """Make all processes that this one has started end with it, except `others`."""
-        pids = [str(process.pid) for process in _descendants() if process not in others]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, *pids], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdout
-        self._process.stdout.readline()  # it knows them
-
-    def end(self) -> None:
-        """End the processes now, and the guard itself."""
-        self._process.communicate()
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

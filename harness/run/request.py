@@ -152,9 +152,9 @@ class RunRequest:
 
         if self.ray is None:
             return run(cells, store, options, watcher, wanted=wanted)
-        from kvbench.harness.run.on_ray import RayExecutor, RaySettings
+        from kvbench.harness.run.on_ray import ray_executor
 
-        with RayExecutor(RaySettings(self.ray, self.workers, self.threads or 1, self.device), options, cells) as executor:
+        with ray_executor(self.ray, self.workers, self.threads or 1, self.device, options, cells) as executor:
             return run(cells, store, options, watcher, executor, executor.machine)
 
 

@@ -56,13 +56,13 @@ class _InProcess:
 
     def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
         """See `Executor`."""
-        machine = Machine(self._options, cells, ledger.store)
+        machine = Machine(self._options, cells)
         try:
             for group in groups:
                 if self._wanted is not None and not self._wanted([item.cell for item in group], ledger.records):
                     continue
                 ledger.begin(group)
-                machine.measure(group, ledger.references(group), ledger.watcher, ledger.done)
+                machine.measure(group, ledger.references(group), ledger.store, ledger.watcher, ledger.done)
                 ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell
         finally:
             machine.close()
@@ -127,10 +127,11 @@ def _write_record(item: Prepared, outcome: Outcome, store: RecordStore) -> Recor
         result = {"metrics": outcome.metrics}
     finished = store.stamp(item.record, datetime.datetime.now(datetime.UTC))
     record = dataclasses.replace(item.record, **result, facts=Facts.from_json(outcome.facts), finished=finished)
-    has_trace = outcome.trace is not None and outcome.trace.stat().st_size > 0
+    trace = outcome.trace
+    empty = trace is None or not (trace if isinstance(trace, bytes) else trace.stat().st_size)
     try:
         settle_map(outcome.keep_map, record, store)
-        store.write(record, outcome.trace if has_trace else None, trace_suffix(item))
+        store.write(record, None if empty else trace, trace_suffix(item))
     except OSError as error:
         raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
     return record

@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from kvbench.harness.records import RecordStore
-from kvbench.harness.run import on_ray
 from kvbench.harness.run.executor import RunWatcher
-from kvbench.harness.run.on_ray import RayExecutor, RaySettings
+from kvbench.harness.run.on_ray import ray_executor
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.runner import run
 
@@ -51,27 +50,28 @@ def main() -> None:
         print(f"{count} workers: {median(seconds):.1f} s, {first / median(seconds):.2f} times {args.workers[0]}; {seconds}")
 
 
-class TimedLoop(on_ray.Loop):
-    """Notes how long it ran."""
+class Timed:
+    """An executor that notes how long it measures."""
 
-    seconds = 0.0
+    def __init__(self, executor) -> None:
+        self.executor, self.seconds = executor, 0.0
 
-    def run(self) -> None:
+    def measure(self, *args) -> None:
         started = time.perf_counter()
-        super().run()
-        TimedLoop.seconds = time.perf_counter() - started
+        self.executor.measure(*args)
+        self.seconds = time.perf_counter() - started
 
 
 def wall(suite: Path, workers: int, count: int, results: Path) -> float:
     """Seconds of the measurement of a suite."""
-    on_ray.Loop = TimedLoop
     request = RunRequest(str(suite), settings=(f"seed={list(range(-(-count // 16)))}",), threads=1, device="cpu")
     cells = request.cells()[:count]
     options = request._options(None, False, False, None)
     started = time.perf_counter()
-    with RayExecutor(RaySettings(workers=workers, threads=1, device="cpu"), options, cells) as executor:
-        records = run(cells, RecordStore(results), options, RunWatcher(), executor, executor.machine)
-    before, seconds = time.perf_counter() - started - TimedLoop.seconds, TimedLoop.seconds
+    with ray_executor("local", workers, 1, "cpu", options, cells) as executor:
+        timed = Timed(executor)
+        records = run(cells, RecordStore(results), options, RunWatcher(), timed, executor.machine)
+    before, seconds = time.perf_counter() - started - timed.seconds, timed.seconds
     inside = sum(record.facts.seconds or 0 for record in records)
     assert all(record.status == "ok" for record in records)
     print(f"{workers} workers, {len(cells)} cells: {seconds:.2f} s, and {before:.1f} s to start and end; cells {inside:.2f} s; "

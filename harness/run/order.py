@@ -1,0 +1,95 @@
+"""Cells that another process measures, and its answer. Both are pickled, by `multiprocessing` or by Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from kvbench.harness.run.executor import Group, Outcome
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.suite import Cell
+from kvbench.harness.tasks.task import Data, MeasurementError
+
+
+@dataclass(frozen=True)
+class Order:
+    """Groups of cells to measure.
+
+    A user's files must have been loaded before an order is unpickled (`user_files.receive`).
+
+    Attributes:
+        groups: each is measured at once.
+        cells: all of the run, so that a cache that does not fit is reported when its model is loaded.
+        options: of the run, with the device of the process that measures.
+        threads: of the CPU.
+    """
+
+    groups: Sequence[Group]
+    cells: Sequence[Cell]
+    options: RunOptions
+    threads: int
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[Group], cells: Sequence[Cell], options: RunOptions, threads: int) -> Self:
+        """Make an order that can be pickled, with absolute paths of local models.
+
+        Raises:
+            MeasurementError: a policy is a class that another process can't import.
+        """
+        sent: dict[int, Data] = {}
+        for item in (item for group in groups for item in group):
+            kind = type(item.cell.policy)
+            if kind.__module__ == "__main__":
+                raise MeasurementError(
+                    f"it is measured in another process, which can't import {kind.__name__}: write it to a file, and give "
+                    f"file.py:{kind.__name__}"
+                )
+            if id(item.data) not in sent:
+                sent[id(item.data)] = _sendable(item.data)
+        packed = [
+            [dataclasses.replace(item, data=sent[id(item.data)], directory=item.directory.resolve()) for item in group]
+            for group in groups
+        ]
+        return cls(packed, cells, options, threads)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outcomes of a group.
+
+    Attributes:
+        outcomes: in the order of the group; their files are bytes.
+        notes: (label, text) of everything worth knowing about policies.
+    """
+
+    outcomes: Sequence[Outcome]
+    notes: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class UnsentData:
+    """Stands for data that can't be pickled. The process that measures reads the data itself.
+
+    Attributes:
+        ids_sha256: fingerprint of the data.
+        tokens: of the data.
+    """
+
+    ids_sha256: str
+    tokens: int
+
+    def facts(self) -> dict[str, Any]:
+        """Return nothing: the record has the facts of the data already."""
+        return {}
+
+
+def _sendable(data: Data) -> Data:
+    """Return the data, or `UnsentData` if they can't be pickled: a user's task, and lm-eval, may hold anything."""
+    try:
+        pickle.dumps(data)
+    except Exception:
+        return UnsentData(data.ids_sha256, data.tokens)
+    return data

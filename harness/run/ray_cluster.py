@@ -1,0 +1,164 @@
+"""Ray itself: started on this machine, or found on a cluster, and what room it has."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvbench.harness.core.device import cores
+from kvbench.harness.core.errors import UserError, first_line
+from kvbench.harness.suite import Resources
+
+LOCAL = "local"  # the address that means: start Ray on this machine
+CONNECT_S = 5.0
+SILENT_S = 10.0  # how long Ray's control service may not answer: after 60 s, Ray ends this process
+OBJECT_STORE_BYTES = 2**29  # holds texts, and a trace for each worker
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # by default everything else on the machine goes first
+}
+
+
+class Cluster:
+    """The machines that Ray manages.
+
+    Attributes:
+        ray: the package.
+        gpus: of all machines.
+    """
+
+    def __init__(self, ray: Any, address: str) -> None:
+        """Describe a cluster that this process is connected to."""
+        self.ray, self._name = ray, "this machine" if address == LOCAL else address
+        self._machines: list[dict[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.gpus = sum(machine.get("GPU", 0.0) for machine in self._machines)
+        self._service: str = ray.get_runtime_context().gcs_address  # host and port of Ray's control service
+        self._answered = time.monotonic()
+
+    def answers(self) -> bool:
+        """Return whether Ray's control service accepts connections. Without it no worker can be started, ended or found."""
+        return not _silence(self._service)
+
+    def refuse_silence(self) -> None:
+        """Refuse to go on if Ray's control service has ended, before Ray ends this process with an exit code of its own.
+
+        Raises:
+            UserError: it has not answered for `SILENT_S`.
+        """
+        if self.answers():
+            self._answered = time.monotonic()
+        elif time.monotonic() - self._answered > SILENT_S:
+            raise UserError(f"Ray's control service at {self._service} has ended; finished cells are kept")
+
+    def number_of_workers(self, requested: int | None, need: Mapping[str, float], cells: int) -> int:
+        """Return how many workers to start: `requested`, else as many as find room, but not more than there are cells.
+
+        Raises:
+            UserError: names the first worker that finds no room.
+        """
+        wanted = requested or 1
+        places = sum(_room(machine, need) for machine in self._machines)
+        if places < wanted:
+            total = {name: sum(machine.get(name, 0.0) for machine in self._machines) for name in need}
+            has = f"{len(self._machines)} machine{'s' if len(self._machines) != 1 else ''} with {_words(total) or 'nothing'}"
+            raise UserError(
+                f"worker-{places + 1} of {wanted}: no room: a worker takes {_words(need)}, and {self._name} has {has}"
+            )
+        return min(requested or places, cells)
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Cluster]:
+    """Start Ray here, or connect to a cluster. A Ray that this starts ends with the context.
+
+    Raises:
+        UserError: Ray is not installed, or no cluster is there.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise UserError("--ray: Ray is not installed: pip install 'kv-bench[ray]'") from error
+    if ray.is_initialized():
+        yield Cluster(ray, address)
+        return
+    try:
+        _connect(ray, address)
+        yield Cluster(ray, address)
+    finally:
+        ray.shutdown()
+
+
+def needs(resources: Resources, device: str, threads: int, cluster_gpus: float) -> dict[str, float]:
+    """Return the Ray resources that one worker reserves.
+
+    `device` and `threads` are options of the command line.
+
+    Raises:
+        UserError: another device than cpu, cuda or auto, or a suite that needs GPUs is to run on CPUs.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device}: with --ray, each worker gets its own devices: give auto, cpu or cuda")
+    gpus = resources.gpus
+    if gpus is None:
+        gpus = 1.0 if device == "cuda" or (device == "auto" and cluster_gpus) else 0.0
+    if device == "cuda" and not gpus:
+        raise UserError("--device cuda: the suite's resources say gpus: 0")
+    gpus = 0.0 if device == "cpu" else gpus
+    need = {"CPU": float(resources.cpus or threads), "GPU": gpus, "memory": float(resources.memory or 0)}
+    return {name: amount for name, amount in need.items() if amount}
+
+
+def _room(machine: Mapping[str, float], need: Mapping[str, float]) -> int:
+    return min(math.floor(machine.get(name, 0.0) / amount + 1e-9) for name, amount in need.items())
+
+
+def _words(amounts: Mapping[str, float]) -> str:
+    units = {"CPU": (1, "cores"), "GPU": (1, "GPUs"), "memory": (2**30, "GiB")}
+    return ", ".join(f"{round(amount / units[name][0], 1):g} {units[name][1]}" for name, amount in amounts.items())
+
+
+def _connect(ray: Any, address: str) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    with contextlib.suppress(ImportError):  # it writes about dead workers to stdout, which is for records
+        from ray._private import worker
+
+        worker.print_to_stdstream = _ignore
+    if address == LOCAL:
+        ray.init(LOCAL, num_cpus=cores(), include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        return
+    if "://" in address:
+        raise UserError(f"--ray {address}: run bench on a machine of the cluster, and give HOST:PORT or auto")
+    why = "" if address == "auto" else _silence(address)  # Ray would try for a minute, and then end this process
+    try:
+        if not why:
+            ray.init(address, **quiet)
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:
+        why = first_line(error) or type(error).__name__
+        why += "; a cluster that asks for a token (Ray's default) needs RAY_AUTH_MODE=token here, too"
+    if why:
+        raise UserError(f"--ray {address}: no cluster for worker-1: {why}")
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _silence(address: str) -> str:
+    """Return why nothing answers at an address; empty if something does."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return "expected HOST:PORT, or auto"
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
