@@ -22,8 +22,7 @@ from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
 
-# deepseek_v3 permutes dims, gpt_oss scales (YaRN), Gemma 3n and 4 rotate queries and keys in separate calls.
-ROTATE_AT_ZERO = {"deepseek_v3", "gemma3n_text", "gemma4_text", "gpt_oss"}
+ROTATE_AT_ZERO = {"deepseek_v3", "gpt_oss"}  # the one permutes dims, the other scales (YaRN)
 COPIES = {"glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi3"}  # partial RoPE makes a layout of its own
 
 
@@ -45,7 +44,6 @@ def logits_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
                 "llama",
                 "gpt_neox",
                 "gemma2",
-                "gemma3n_text",
                 "gpt_oss",
                 "deepseek_v3",
                 "glm4",

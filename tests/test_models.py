@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import DEVICE, model_of
 
+from kvbench.harness.engine import probes
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.models.families import FAMILIES, tiny_model
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.fast
 
 REFUSED = {
     "bloom": "AttentionInterface", "codegen": "AttentionInterface", "falcon": "AttentionInterface",
-    "gptj": "AttentionInterface", "llama4_text": "differ", "mpt": "AttentionInterface",
+    "gemma3n_text": "share K and V", "gemma4_text": "share K and V", "gptj": "AttentionInterface", "llama4_text": "differ",
+    "mpt": "AttentionInterface",
     "qwen3_next": "AttentionInterface",
 }  # fmt: skip
 
@@ -58,6 +60,31 @@ def test_a_wrong_rotation_is_refused():
     model.layers = [dataclasses.replace(shape, rotation=wrong) for shape in model.layers]
     with pytest.raises(UnsupportedModelError, match="differ"):
         check(model)
+
+
+def test_layers_of_equal_weights_do_not_share_k_and_v():
+    hf = tiny_model("llama")
+    first, second = (layer.self_attn for layer in hf.model.layers)
+    for name in ("k_proj", "v_proj"):
+        getattr(second, name).weight = getattr(first, name).weight
+    assert check(adopt(hf)) <= 1
+
+
+def test_a_copy_of_another_layers_k_and_v_is_refused_too(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the family calls it; and so is reuse of something else, such as a vector from which each layer makes its keys."""
+    plain = probes.Probe.attend
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            probes.Probe,
+            "attend",
+            lambda self, layer, query, keys, values, terms: plain(self, layer, query, keys.clone(), values.clone(), terms),
+        )
+        with pytest.raises(UnsupportedModelError, match="share K and V"):
+            adopt(tiny_model("gemma3n_text"))
+    hf = tiny_model("llama")
+    hf.model.layers[1].self_attn.is_kv_shared_layer = True
+    with pytest.raises(UnsupportedModelError, match="reuse what other layers cache"):
+        adopt(hf)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

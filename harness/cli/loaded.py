@@ -48,6 +48,9 @@ class LoadedCommand(click.Command):
 # Named here and not in the metadata of the installed package, so that a checkout needs no installation.
 LAB_COMMANDS = [
     LoadedCommand(EntryPoint("pretrain", "kvbench.lab.pretrain.command:pretrain", GROUP), "Pretrain a reference model."),
+    LoadedCommand(
+        EntryPoint("shared-kv", "kvbench.lab.shared_kv.command:shared_kv", GROUP), "Perplexity where layers share K and V."
+    ),
 ]
 
 

@@ -155,14 +155,13 @@ class ReferenceComparison:
             seen: tokens of each stream that the decoders have read before.
         """
         self._reads, self._seen = [*reads], seen
-        self._readers = [self._reads[0].model.readers[layer].cache for layer, *_ in inputs]
         self._layers = [layer for layer, *_ in inputs]
         self._models = [ReplayedModel(read.model, inputs, dtype) for read, dtype in reads.items()]
         for read, model in zip(self._reads, self._models, strict=True):
             read.model = model
         self._is_16_bit = not is_exact(reads[self._reads[0]])
         self._errors: dict[tuple[int, bool], list[Tensor]] = {}  # by layer, and whether of single tokens; [heads, 2]
-        self._alike: dict[int, Tensor] = {}  # after the last block: rows that hold the same tokens in all decoders, by cache
+        self._alike: dict[int, Tensor] = {}  # after the last block: rows that hold the same tokens in all decoders, by layer
         self._diverged: set[Row] = set()
 
     def read(self, tokens: Tensor) -> None:
@@ -174,14 +173,14 @@ class ReferenceComparison:
         evicts = any(_evicts_by_attention(walk.slots, self._seen) for walk in self._reads[0].walks)
         swaps = self._is_16_bit and not single and evicts
         before, self._alike = self._alike, self._rows_alike()
-        self._compare(single, swaps, {cache: rows & before.get(cache, rows) for cache, rows in self._alike.items()})
+        self._compare(single, swaps, {layer: rows & before.get(layer, rows) for layer, rows in self._alike.items()})
 
     def read_prompt(self, tokens: Tensor, block: int) -> None:
         """Replay a prompt that is cut at its end, and compare the answers of all rows. tokens: [B, T] int64."""
         for read in self._reads:
             read.read_prompt(tokens, block)
         self._alike = self._rows_alike()
-        self._compare(single=False, swaps=False, alike={cache: torch.ones_like(rows) for cache, rows in self._alike.items()})
+        self._compare(single=False, swaps=False, alike={layer: torch.ones_like(rows) for layer, rows in self._alike.items()})
 
     def verdict(self) -> Verdict:
         """Return the judgement over all that was read: an error may be the tolerance, or twice the reference's own error."""
@@ -197,18 +196,18 @@ class ReferenceComparison:
         return Verdict(max_error, rounding_error, frozenset(self._diverged), frozenset(uncompared))
 
     def _compare(self, single: bool, swaps: bool, alike: dict[int, Tensor]) -> None:
-        """Note the errors of the last answers. alike: the rows that count, by cache. [B, H] bool each."""
-        by_layer = zip(self._layers, self._readers, *(model.take() for model in self._models), strict=True)
-        for layer, cache, reference, candidate, *wider in by_layer:
+        """Note the errors of the last answers. alike: the rows that count, by layer. [B, H] bool each."""
+        by_layer = zip(self._layers, *(model.take() for model in self._models), strict=True)
+        for layer, reference, candidate, *wider in by_layer:
             exact = wider[0] if wider else reference
             errors = torch.stack([self._relative(x, exact, reference.dtype, swaps) for x in (candidate, reference)], -1)
             if self._reads[0].config.kv is not None and bool((errors[..., 0] > 1).any()):  # rounding may have flipped a code
-                alike[cache] &= _same_codes(self._reads[1], self._reads[0], cache)
-            rows = alike[cache].to(errors.device)
+                alike[layer] &= _same_codes(self._reads[1], self._reads[0], layer)
+            rows = alike[layer].to(errors.device)
             counted = rows.repeat_interleave(errors.shape[1] // rows.shape[1], 1)
             self._errors.setdefault((layer, single), []).append(errors[counted].cpu())
-        for cache, rows in alike.items():
-            self._diverged |= {(cache, stream, head) for stream, head in (~rows).nonzero().tolist()}
+        for layer, rows in alike.items():
+            self._diverged |= {(layer, stream, head) for stream, head in (~rows).nonzero().tolist()}
 
     def _relative(self, x: Tensor, exact: Tensor, dtype: torch.dtype, swaps: bool) -> Tensor:
         """Error of each head's answers, relative to the tolerance. [B, Q, T, Dv] twice -> [B, Q] float64.
@@ -223,12 +222,12 @@ class ReferenceComparison:
         return errors[..., ceil(errors.shape[-1] * (_COUNTED if swaps else 1.0)) - 1]
 
     def _rows_alike(self) -> dict[int, Tensor]:
-        """Rows that hold the same tokens in all decoders, by cache. [B, H] bool each."""
-        return {cache: self._alike_in(cache) for cache in dict.fromkeys(self._readers)}
+        """Rows that hold the same tokens in all decoders, by layer. [B, H] bool each."""
+        return {layer: self._alike_in(layer) for layer in self._layers}
 
-    def _alike_in(self, cache: int) -> Tensor:
-        """Rows of a cache that hold the same tokens in all decoders. [B, H] bool."""
-        first, *others = (_held_positions(read, cache) for read in self._reads)
+    def _alike_in(self, layer: int) -> Tensor:
+        """Rows of a layer that hold the same tokens in all decoders. [B, H] bool."""
+        first, *others = (_held_positions(read, layer) for read in self._reads)
         return torch.stack([_same_positions(first, other) for other in others]).all(0)
 
 
@@ -237,15 +236,15 @@ def _evicts_by_attention(slots: Slots, seen: int) -> bool:
     return bool(slots.sees) and slots.capacity is not None and seen > slots.capacity
 
 
-def _held_positions(read: CachedDecoder, cache: int) -> Tensor:
-    """Positions of the tokens that the rows of a cache hold, in order, after -1 for each empty slot. [B, H, S] int64."""
+def _held_positions(read: CachedDecoder, layer: int) -> Tensor:
+    """Positions of the tokens that the rows of a layer hold, in order, after -1 for each empty slot. [B, H, S] int64."""
     parts: list[tuple[Tensor | slice, Tensor]] = []
-    for walk, heads, _ in read.shares[cache]:
-        rows = read.walks[walk].rows(read.walks[walk].slots.num_slots, cache)
+    for walk, heads, _ in read.shares[layer]:
+        rows = read.walks[walk].rows(read.walks[walk].slots.num_slots, layer)
         held = rows.position.masked_fill(rows.rank == read.walks[walk].slots.empty_rank, -1).sort(-1).values
         parts.append((slice(None) if heads is None else heads, held.unflatten(0, (read.streams, -1))))
     longest = max(held.shape[2] for _, held in parts)
-    out = parts[0][1].new_full((read.streams, read.model.layers[cache].heads, longest), -1)
+    out = parts[0][1].new_full((read.streams, read.model.layers[layer].heads, longest), -1)
     for of_heads, held in parts:
         out[:, of_heads, longest - held.shape[2] :] = held
     return out
@@ -258,19 +257,19 @@ def _same_positions(ours: Tensor, theirs: Tensor) -> Tensor:
     return (ours == theirs).all(-1)
 
 
-def _same_codes(ours: CachedDecoder, theirs: CachedDecoder, cache: int) -> Tensor:
+def _same_codes(ours: CachedDecoder, theirs: CachedDecoder, layer: int) -> Tensor:
     """Compare the codes of each row of a coded cache, assuming the rows hold the same tokens. -> [B, H] bool."""
-    same = torch.ones(ours.streams, ours.model.layers[cache].heads, dtype=torch.bool, device=ours.walks[0].slots.device)
-    for mine, other in zip(ours.shares[cache], theirs.shares[cache], strict=True):
-        pairs = zip(_stored(ours.walks[mine.walk], cache), _stored(theirs.walks[other.walk], cache), strict=True)
+    same = torch.ones(ours.streams, ours.model.layers[layer].heads, dtype=torch.bool, device=ours.walks[0].slots.device)
+    for mine, other in zip(ours.shares[layer], theirs.shares[layer], strict=True):
+        pairs = zip(_stored(ours.walks[mine.walk], layer), _stored(theirs.walks[other.walk], layer), strict=True)
         alike = [(x - y).abs().amax((1, 2)) <= _SAME_CODES * y.abs().amax((1, 2)) for x, y in pairs]
         same[:, slice(None) if mine.heads is None else mine.heads] = torch.stack(alike).all(0).unflatten(0, (ours.streams, -1))
     return same
 
 
-def _stored(walk: Walk, cache: int) -> list[Tensor]:
-    """Keys and values of the rows of a cache, as decoded, by age; 0 in empty slots. [N, S, D] each."""
-    rows = walk.rows(walk.slots.num_slots, cache)
+def _stored(walk: Walk, layer: int) -> list[Tensor]:
+    """Keys and values of the rows of a layer, as decoded, by age; 0 in empty slots. [N, S, D] each."""
+    rows = walk.rows(walk.slots.num_slots, layer)
     held = rows.rank < walk.slots.empty_rank
     order = rows.position.masked_fill(~held, -1).argsort(-1)[..., None]
     return [x.masked_fill(~held[..., None], 0.0).take_along_dim(order, 1).float() for x in (rows.keys, rows.values)]

@@ -90,12 +90,11 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     fast = CachedDecoder(model, config, method=FASTEST)
     blocks, by_kernel = blocks_by(fast), any(w.steps_by_kernel for w in fast.walks)
     lost = next((w.lost for w in fast.walks if w.lost), "")
-    lagging = [w for w in fast.walks if w.slots.shape.lags]  # one of them makes all others read token by token
-    because = next((w.plain_because for w in lagging or fast.walks if w.plain_because), "")
+    because = next((w.plain_because for w in fast.walks if w.plain_because), "")
     is_fast = by_kernel or fast.graphs is not None or any(w.has_closed_form or w.is_compiled for w in fast.walks)
     fastest = replace(FASTEST, fused=fused and fast.graphs is not None)
     step_ladder = _step_ladder(by_kernel, fast.graphs is not None, fastest.fused)
-    block_ladder = _block_ladder(model, config, fast) if config.policy.evicts and not lagging else []
+    block_ladder = _block_ladder(model, config, fast) if config.policy.evicts else []
     del fast
     if not is_fast:
         return FastCheck(PLAIN_WALK, blocks, "plain", check.max_error, lost, because)

@@ -26,7 +26,6 @@ from kvbench.harness.engine.kernel_interface import StepGraphs, step_graphs
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.plan import Block
-from kvbench.harness.engine.probes import LayerCache
 from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
@@ -68,29 +67,19 @@ class Share(NamedTuple):
 class BlockInLayers:
     """A block on its way through the model: answers the attention of every layer by the plans of its walks."""
 
-    def __init__(
-        self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], readers: Sequence[LayerCache], block: Block
-    ) -> None:
-        """Plan the block.
-
-        Args:
-            shares: the walks that answer for each cache.
-            readers: of each layer, the cache that it reads.
-            block: to read.
-        """
-        self.walks = walks
-        self._shares, self._readers = shares, readers
+    def __init__(self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], block: Block) -> None:
+        """Plan the block. shares: of each layer, the walks that answer it."""
+        self.walks, self._shares = walks, shares
         at = block.steps.device
         self._blocks = [block if walk.slots.device == at else block.on(walk.slots.device) for walk in walks]
         self._plans = [walk.begin(own) for walk, own in zip(walks, self._blocks, strict=True)]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Answer one layer's attention from its cache."""
-        cache, place = self._readers[layer]
-        shares = self._shares[cache]
+        shares = self._shares[layer]
         if len(shares) == 1:
             at = shares[0].walk
-            return self.walks[at].attend(self._plans[at], cache, query, keys, values, terms, place)
+            return self.walks[at].attend(self._plans[at], layer, query, keys, values, terms)
         out = values.new_empty(*query.shape[:3], values.shape[-1])
         for at, heads, queries in shares:
             assert heads is not None
@@ -98,7 +87,7 @@ class BlockInLayers:
             sinks = terms.sink_logits
             of_heads = terms if sinks is None else terms._replace(sink_logits=sinks[queries])
             parts = query[:, queries], keys[:, heads], values[:, heads]
-            out[:, queries] = self.walks[at].attend(self._plans[at], cache, *parts, of_heads, place)
+            out[:, queries] = self.walks[at].attend(self._plans[at], layer, *parts, of_heads)
         return out
 
     def end(self) -> None:
@@ -114,7 +103,7 @@ class CachedDecoder:
         model: that it drives.
         config: what it keeps.
         walks: one for the heads that share tensors; none before the prompt if that decides what is kept.
-        shares: of each cache, the walks that answer for it.
+        shares: of each layer, the walks that answer it.
         graphs: captures steps; None where steps aren't captured.
         around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
     """
@@ -161,8 +150,8 @@ class CachedDecoder:
                 heads = None if part.heads is None else torch.tensor(part.heads, device=group.device)
                 queries = None
                 if heads is not None:
-                    within = torch.arange(group.shape.group_of_reader, device=heads.device)
-                    queries = (heads[:, None] * group.shape.group_of_reader + within).flatten()
+                    within = torch.arange(group.shape.group, device=heads.device)
+                    queries = (heads[:, None] * group.shape.group + within).flatten()
                 self.shares[part.layer].append(Share(at, heads, queries))
 
     @torch.inference_mode()
@@ -171,8 +160,6 @@ class CachedDecoder:
         count = tokens.shape[1]
         if not self.walks:
             raise ValueError("evict: prompt, but the stream has no prompt: nothing says when to evict")
-        if count > 1 and self.model.shares_caches and not self._reads_at_once(tokens, valid):
-            return self._read_one_by_one(tokens, valid, keep)
         self._seen = self._seen if valid is None else None
         self._max_seen += count
         if self._max_seen > self.model.longest:
@@ -187,23 +174,6 @@ class CachedDecoder:
         if self._seen is not None:
             self._seen += count
         return logits
-
-    def _reads_at_once(self, tokens: Tensor, valid: Tensor | None) -> bool:
-        """Whether a block can pass one layer before it enters the next, in every walk."""
-        steps = self._step.expand(-1, tokens.shape[1])  # only their number matters here
-        block = Block(steps, valid, self._seen if valid is None else None, tokens)
-        return all(walk.reads_at_once(block.on(walk.slots.device)) for walk in self.walks)
-
-    def _read_one_by_one(self, tokens: Tensor, valid: Tensor | None, keep: Tensor | None) -> Tensor:
-        """Read a block token by token. Reading `keep` syncs with the host, once per block."""
-        wanted = range(tokens.shape[1]) if keep is None else keep.tolist()
-        logits = {}
-        for t in range(tokens.shape[1]):
-            at = slice(t, t + 1)
-            last = self(tokens[:, at], None if valid is None else valid[:, at])
-            if t in wanted:
-                logits[t] = last
-        return torch.cat([logits[t] for t in wanted], 1) if len(wanted) else last[:, :0]
 
     @torch.inference_mode()
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
@@ -305,7 +275,7 @@ class CachedDecoder:
             steps = self._step.clone()
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
-        block = BlockInLayers(self.walks, self.shares, self.model.readers, Block(steps, valid, self._seen, tokens))
+        block = BlockInLayers(self.walks, self.shares, Block(steps, valid, self._seen, tokens))
         logits = self.model(tokens, block, 0 if keep is None else keep, steps)
         with self.around_bookkeeping():
             block.end()

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine import probes
 from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, answered_by, forward
-from kvbench.harness.engine.kernel_interface import FusedStepError, fused_logits
+from kvbench.harness.engine.kernel_interface import fused_logits
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import LayerShape
 
@@ -36,8 +36,7 @@ class Model:
 
     Attributes:
         hf: the Hugging Face model; `attention.forward` lets a backend compute its attention.
-        layers: the shape of each layer that computes K and V, for its cache. A layer that reads another's is not among them.
-        readers: of each of the model's layers, which cache it reads.
+        layers: the shape of each layer, for its cache.
         training_length: longest position seen in training, in tokens; None if the config does not say.
         check: result of the self-check, in units of rounding error; None if it did not run.
         idle_rotary: its functions that rotate queries and keys, if they leave them unchanged at position 0; else none.
@@ -46,7 +45,6 @@ class Model:
 
     hf: PreTrainedModel
     layers: list[LayerShape] = field(default_factory=list)
-    readers: list[probes.LayerCache] = field(default_factory=list)
     training_length: int | None = None
     check: float | None = None
     idle_rotary: RotaryFunctions = field(default_factory=RotaryFunctions)
@@ -82,30 +80,12 @@ class Model:
         """Bytes of a cache's K/V slots: `capacity + 1` slots per layer and KV head, fewer under a sliding window."""
         return streams * sum(s.kv_bytes((s.kept(capacity) or 0) + 1, self.dtype, codec) for s in self.layers)
 
-    @property
-    def shares_caches(self) -> bool:
-        """Whether layers read another layer's K and V."""
-        return len(self.readers) > len(self.layers)
-
-    def shape_of(self, layer: int) -> LayerShape:
-        """The shape of the cache that a layer of the model reads."""
-        return self.layers[self.readers[layer].cache]
-
-    def output_of(self, cache: int) -> Tensor | None:
-        """The matrices that the attention outputs of a cache's layers go through, by KV head. [H, G, E, Dv].
-
-        None if one of the layers has no such matrix.
-        """
+    def output_of(self, layer: int) -> Tensor | None:
+        """The matrix that a layer's attention output goes through, by KV head; None if there is none. [H, G, E, Dv]."""
         if self._outputs is None:
             self._outputs = probes.output_projections(self.hf)
-        shape, parts = self.layers[cache], []
-        for layer, reader in enumerate(self.readers):
-            if reader.cache == cache:
-                weight = self._outputs.get(layer)
-                if weight is None:
-                    return None
-                parts.append(weight.unflatten(1, (shape.heads, shape.group_of_reader, -1)).permute(1, 2, 0, 3))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        shape, weight = self.layers[layer], self._outputs.get(layer)
+        return None if weight is None else weight.unflatten(1, (shape.heads, shape.group, -1)).permute(1, 2, 0, 3)
 
     def facts(self) -> dict[str, Any]:
         """Facts about the model, for the record."""
@@ -118,7 +98,7 @@ class Model:
         }
 
     def _kv_shapes(self) -> list[dict[str, Any]]:
-        """The shapes of K and V, by kind of layer that computes them, so that a reader of the record can compute their bytes."""
+        """The shapes of K and V, by kind of layer, so that a reader of the record can compute their bytes."""
         kinds = Counter((s.heads, s.key_dim, s.value_dim, s.sliding_window) for s in self.layers)
         names = ("heads", "key_dim", "value_dim", "sliding_window")
         return [{"layers": count, **dict(zip(names, kind, strict=True))} for kind, count in kinds.items()]
@@ -135,8 +115,6 @@ class Model:
         Returns:
             [B, T or kept tokens, V], the model's dtype.
         """
-        if isinstance(keep, int) and keep and self.shares_caches:  # an integer makes Gemma 4 leave out queries
-            keep = torch.arange(tokens.shape[1] - keep, tokens.shape[1], device=tokens.device)
         with self.idle_rotary.skipped():
             compiled = _COMPILED.get()
             if compiled is not None and tokens.shape[1] == 1 and isinstance(keep, int):
@@ -162,10 +140,8 @@ class Model:
             streams: B of the steps. The first time for a number of streams compiles, which takes seconds a layer.
 
         Raises:
-            FusedStepError: on entry, if the model can't be compiled, or its layers share K and V.
+            FusedStepError: on entry, if the model can't be compiled.
         """
-        if self.shares_caches:
-            raise FusedStepError("layers share K and V")
         tokens = torch.zeros(streams, 1, dtype=torch.int64, device=self.device)
         own = self.hf.config._attn_implementation == NAME  # compiled code reads the config
         compiled = _COMPILED.set(self.hf if own else with_our_attention(private_copy(self.hf)))
@@ -236,11 +212,11 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None, shared: bool = Fa
     length = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
     try:
         with torch.inference_mode():
-            shapes, idle_rotary, learned = probes.layer_shapes(hf, rope_length)
-            layers, readers = probes.caches(shapes, probes.sources(hf))
+            layers, idle_rotary, learned = probes.layer_shapes(hf, rope_length)
+            probes.refuse_shared_kv(hf)
     except LookupError as error:
         raise UnsupportedModelError(str(error) if hf._can_set_attn_implementation() else probes.NOT_ROUTED) from None
     known = length if isinstance(length, int) else None
     if learned and known is None:
         raise UnsupportedModelError("its positions are learned, and its config does not say how many there are")
-    return Model(hf, layers, readers, known, idle_rotary=idle_rotary, learned_positions=learned)
+    return Model(hf, layers, known, idle_rotary=idle_rotary, learned_positions=learned)

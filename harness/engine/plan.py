@@ -7,13 +7,12 @@ dims.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.engine.closed_form import ClosedForm
-from kvbench.harness.engine.held import Held
 from kvbench.harness.engine.kernel_interface import StepKernel, WalkKernel
 from kvbench.harness.engine.rotary import QueryFactors
 from kvbench.harness.engine.rows import Rows
@@ -97,13 +96,11 @@ class Closed:
         form: that computes it.
         seen: tokens before the block.
         ordered: the slots hold their tokens oldest first.
-        held: before the block, by cache, for the layers that read it after the block is in. Empty where each layer has its own.
     """
 
     form: ClosedForm
     seen: int
     ordered: bool
-    held: dict[int, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

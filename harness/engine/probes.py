@@ -1,13 +1,11 @@
-"""Probe a model at load: the shapes of its layers, the layers that share K and V, and the projection after attention.
+"""Probe a model at load: the shapes of its layers, whether layers share K and V, and the projection after attention.
 
 Axis letters: B streams, T tokens, H KV heads, G query heads of a KV head, D head dim, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from kvbench.harness.engine.attention import (
     STAND_INS,
     RotaryFunctions,
     Terms,
-    causal,
     forward,
     is_same,
     rotary_functions,
@@ -28,21 +25,15 @@ from kvbench.harness.engine.slots import LayerShape
 
 _PROBE_POSITIONS = (1, 5, 191)
 NOT_ROUTED = "its attention does not go through transformers' AttentionInterface in every layer"
+SHARED_KV = "its layers share K and V; `bench shared-kv` reads it token by token"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-class LayerCache(NamedTuple):
-    """The cache that a layer reads, and its place among the layers that do."""
-
-    cache: int  # index in `Model.layers`
-    place: int  # 0: the layer that computes K and V; the last one, if they lag
-
-
-Observed = dict[int, tuple[Tensor, Tensor, int, Terms]]  # q, k, value dims and terms of each layer
+Observed = dict[int, tuple[Tensor, Tensor, Tensor, Terms]]  # q, k, v and terms of each layer
 
 
 class Probe:
-    """Records every layer's q, k and terms. Its output is 0, so that no layer depends on another's attention."""
+    """Records every layer's q, k, v and terms. Its output is 0, so that no layer depends on another's attention."""
 
     def __init__(self) -> None:
         self.seen: Observed = {}
@@ -51,24 +42,8 @@ class Probe:
         """Attention of one layer, as `Backend` has it."""
         if layer in self.seen:
             raise LookupError("two of its attention modules share one layer index")
-        self.seen[layer] = (query, keys, values.shape[-1], terms)
+        self.seen[layer] = (query, keys, values, terms)
         return query.new_zeros(*query.shape[:-1], values.shape[-1])
-
-
-class _ProbeVectors(Probe):
-    """Records every layer's K and V, in the order of the layers' calls, under attention as it is.
-
-    So what a layer is given differs from layer to layer, even in a model that has nothing but attention.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vectors: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        super().attend(layer, query, keys, values, terms)
-        self.vectors[layer] = keys, values
-        return causal(query.unflatten(1, (keys.shape[1], -1)), keys, values, terms).flatten(1, 2)
 
 
 class _ProbeOutputs(Probe):
@@ -124,7 +99,7 @@ def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[Lay
     learned = not tables and not all(is_same(x, seen[i][1]) for seen in samples.values() for i, (_, x, _, _) in at_zero.items())
     shapes = []
     known: list[Rotation] = []
-    for layer, (query, keys, value_dim, terms) in sorted(at_zero.items()):
+    for layer, (query, keys, values, terms) in sorted(at_zero.items()):
         device = None if keys.device == hf.device else keys.device
         both = {} if learned else {p: torch.cat(seen[layer][:2], 1) for p, seen in samples.items()}
         rotation = find_rotation(torch.cat([query, keys], 1), both, tables)
@@ -132,54 +107,27 @@ def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[Lay
         known += [rotation] if rotation and rotation not in known else []
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         plain = terms.softcap is None and terms.sink_logits is None
-        sizes = heads, group, keys.shape[-1], value_dim
+        sizes = heads, group, keys.shape[-1], values.shape[-1]
         shapes.append(LayerShape(*sizes, rotation, terms.sliding_window, plain, device=device))
     return shapes, _idle_rotary(hf, at_zero), learned
 
 
-def sources(hf: PreTrainedModel) -> list[int]:
-    """Return for each layer the index of the first layer that attends over the same K and V: its own index if none is earlier.
+def refuse_shared_kv(hf: PreTrainedModel) -> None:
+    """Refuse a model in which a layer attends over another layer's K and V: it has fewer caches than the engine would count.
 
-    K and V of a few tokens are compared, and not their storage or the config: a copy need not be kept twice either, and this
-    holds for any family. Of a layer that reads a later one's, which aren't there yet, its module says which (`later_source`).
-
-    Raises:
-        LookupError: the model says that a layer reuses what another cached, but that is not K and V.
-    """
-    first: dict[tuple[Any, ...], int] = {}
-    sources = {}
-    for layer, vectors in _observe(hf, 0, _ProbeVectors()).vectors.items():
-        x = torch.cat([v.double().flatten(3).transpose(1, 2).flatten(2) for v in vectors], -1)[0].cpu()  # [T, H * (D + Dv)]
-        tells = bool(x.isfinite().all()) and bool((x != x[0]).any())  # layers that are all 0 don't share a cache
-        name = (*(v.shape for v in vectors), x.numpy().tobytes())
-        sources[layer] = first.setdefault(name, layer) if tells else layer
-    for module in hf.modules():
-        index: Any = getattr(module, "layer_idx", None)
-        later: int | None = getattr(module, "later_source", None)
-        if later is not None:
-            sources[index] = later
-        if getattr(module, "is_kv_shared_layer", False) and sources.get(index) == index:
-            raise LookupError(f"its layer {index} reuses what another layer cached, but its K and V are its own")
-    return [sources[layer] for layer in sorted(sources)]
-
-
-def caches(shapes: Sequence[LayerShape], sources: Sequence[int]) -> tuple[list[LayerShape], list[LayerCache]]:
-    """The caches of layers with these shapes, and the layers that read them.
+    K and V of a few tokens are compared, because families declare sharing in different ways.
 
     Raises:
-        LookupError: a layer reads another's K and V in a way that one cache can't serve.
+        LookupError: the model has such a layer.
     """
-    for layer, source in enumerate(sources):
-        differs = [f.name for f in fields(LayerShape) if getattr(shapes[layer], f.name) != getattr(shapes[source], f.name)]
-        if differs:
-            what = differs[0].replace("_", " ")
-            raise LookupError(f"its layer {layer} reads the K and V of layer {source}, but with another {what}")
-    caches, owners = [], sorted(set(sources))
-    for owner in owners:
-        shape, readers = shapes[owner], sources.count(owner)
-        lags = sources.index(owner) < owner
-        caches.append(replace(shape, group=readers * shape.group, readers=readers, lags=lags))
-    return caches, [LayerCache(owners.index(source), sources[:layer].count(source)) for layer, source in enumerate(sources)]
+    owners: dict[bytes, int] = {}
+    for layer, (_, keys, values, _) in sorted(_observe(hf, 0, Probe()).seen.items()):
+        of_tokens = torch.cat([x.double().transpose(1, 2).flatten(2) for x in (keys, values)], -1)[0].cpu()
+        differ = bool((of_tokens != of_tokens[0]).any())  # equal K and V of different tokens tell nothing
+        if differ and owners.setdefault(of_tokens.numpy().tobytes(), layer) != layer:
+            raise LookupError(SHARED_KV)
+    if any(getattr(module, "is_kv_shared_layer", False) for module in hf.modules()):
+        raise LookupError("its layers reuse what other layers cache")
 
 
 def _idle_rotary(hf: PreTrainedModel, at_zero: Observed) -> RotaryFunctions:

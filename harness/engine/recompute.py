@@ -37,7 +37,7 @@ class _Windows:
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Attention of one layer. [B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
-        shape = self.model.shape_of(layer)
+        shape = self.model.layers[layer]
         if shape.rotation is not None:
             query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
             positions = torch.arange(keys.shape[2], device=keys.device)
@@ -51,8 +51,6 @@ class RecomputeDecoder:
 
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1) -> None:
         assert config.capacity is not None
-        if any(shape.lags for shape in model.layers):
-            raise ValueError("layers read what a later one writes, so a window can't be recomputed in one pass")
         self.model, self.config = model, config
         band = config.policy.bind(config.capacity).band(config.capacity)
         self.sinks = 0 if band is None else band[0]  # first tokens of the stream, part of every window

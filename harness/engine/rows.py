@@ -57,9 +57,7 @@ class Rows(HeldRows):
 
     def used(self) -> Tensor:
         """Slots that hold a token that a query may see now. [R, 1, S] bool."""
-        shape = self._slots.shape
-        newest = self._tensors.flat_rank[self.free][:, None] if shape.lags else self._slots.empty_rank
-        held, window = self.rank < newest, shape.sliding_window
+        held, window = self.rank < self._slots.empty_rank, self._slots.shape.sliding_window
         if window is not None and not self._slots.evicts_each_step:
             held = held & (self.view.age.flatten(0, 1) < window)
         return held[:, None]

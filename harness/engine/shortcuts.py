@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.closed_form import ClosedForm
-from kvbench.harness.engine.held import Held, writes
+from kvbench.harness.engine.held import writes
 from kvbench.harness.engine.kernel_interface import Kernels, StepKernel
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs
@@ -75,19 +75,6 @@ class Shortcuts:
         reads = slots.codec is not None and slots.device.type == "cpu" and slots.sees <= {"weights"} and not self._writes
         return kernel if even and reads else None
 
-    def reads_at_once(self, block: Block) -> bool:
-        """Whether a block can pass one layer before it enters the next.
-
-        Where layers share a cache, a token is evicted only after the last of them has seen what is held. So a block must pass
-        token by token, unless nothing is evicted while it is read, or what each token sees is known beforehand. And where layers
-        read what a later one writes, always.
-        """
-        if self._slots.shape.lags and block.tokens > 1:
-            return False
-        if self._slots.shape.readers == 1 or block.tokens == 1 or self._can_fill(block):
-            return True
-        return self.form is not None and block.seen is not None and self.form.takes(block.tokens, block.seen)
-
     def ordered_after(self, plan: Plan, ordered: bool, end: int | None) -> bool:
         """Whether the slots hold their tokens oldest first after a block that ends with `end` tokens; None if streams differ."""
         capacity = self._slots.capacity
@@ -108,7 +95,7 @@ class Shortcuts:
 
     # Each of these takes a block into one layer. Arguments and results are those of `Walk.attend`.
 
-    def fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
+    def fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block that all fits: causal attention in one go."""
         end, streams, rotation = plan.seen + keys.shape[2], query.shape[0], self._placement.rotation
         rows = self._rows(self._slots.num_slots, layer)
@@ -117,21 +104,16 @@ class Shortcuts:
         if rotation is not None:
             factors = rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
             query = rotate(query, factors[plan.seen :])
-        if place == 0:
-            self._enter(plan, rows, keys, values, factors)
+        self._enter(plan, rows, keys, values, factors)
         all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
         if factors is not None and not rows.keys_rotated:
             all_keys = rotate(all_keys, factors)
         return causal(query, all_keys, all_values, terms).flatten(1, 2)
 
-    def attend_in_band(
-        self, plan: Closed, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int
-    ) -> Tensor:
+    def attend_in_band(self, plan: Closed, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block of which it is known beforehand what each token sees."""
-        slots, rows = self._slots, self._rows(self._slots.num_slots, layer)
-        held = plan.held[layer] if place else rows.oldest_first(min(plan.seen, slots.capacity or 0), plan.ordered)
-        if place == 0 and slots.shape.readers > 1:  # these may be views of slots that change now
-            plan.held[layer] = held = Held(held.keys.clone(), held.values.clone(), held.position.clone(), [])
+        rows = self._rows(self._slots.num_slots, layer)
+        held = rows.oldest_first(min(plan.seen, self._slots.capacity or 0), plan.ordered)
         query = query.unflatten(1, (keys.shape[1], -1))
         return plan.form(rows, query, keys, values, terms, held, plan.seen).flatten(1, 2)
 

@@ -31,14 +31,12 @@ class LayerShape:
 
     Attributes:
         heads: KV heads.
-        group: query heads of a KV head, in all layers that read it.
+        group: query heads of a KV head.
         key_dim: of a head.
         value_dim: of a head.
         rotation: None if the layer has no RoPE.
         sliding_window: tokens a query may see, itself included; None if all.
         plain: scores go to the softmax unchanged, and nothing but keys takes mass.
-        readers: layers that read the cache. They have as many query heads each, and lie one after the other in a group.
-        lags: a token is written by the last of the readers, and none of them sees it before the next step.
         device: where its K and V are computed and kept, in a model that spans several devices; the model's when None.
     """
 
@@ -49,14 +47,7 @@ class LayerShape:
     rotation: Rotation | None
     sliding_window: int | None
     plain: bool = True
-    readers: int = 1
-    lags: bool = False
     device: torch.device | None = None
-
-    @property
-    def group_of_reader(self) -> int:
-        """Query heads of a KV head in one layer."""
-        return self.group // self.readers
 
     @property
     def sizes(self) -> HeadSizes:

@@ -331,11 +331,7 @@ class MethodCheck:
 
 
 def blocks_by(read: CachedDecoder) -> str:
-    """How a decoder reads blocks, as in `FastCheck`. Where layers share K and V, a token passes all layers before the next."""
-    if any(w.slots.shape.lags for w in read.walks):
-        return "walk"
-    if read.config.policy.evicts and any(w.slots.shape.readers > 1 and not w.has_closed_form for w in read.walks):
-        return "walk"
+    """How a decoder reads blocks, as in `FastCheck`."""
     if any(w.has_closed_form for w in read.walks) or not read.config.policy.evicts:
         return "closed form"
     return "compiled walk" if any(w.is_compiled for w in read.walks) else "walk"

@@ -68,18 +68,13 @@ class Walk:
         if like is not None:
             form, kernels = like._shortcuts.form, like._kernels
         else:
-            if method.closed_form and not slots.shape.lags:
+            if method.closed_form:
                 form = closed_form(slots, positions, limit, self._placement.max_position or slots.num_slots + 1, method.flex)
-            if slots.shape.lags:
-                kernels = Kernels(plain_because="layers read what a later one writes, so tokens come one by one")
-            elif slots.shape.readers > 1:
-                kernels = Kernels(plain_because="no kernel serves layers that share K and V")
-            elif method.walk_kernel or method.step_kernel:
+            if method.walk_kernel or method.step_kernel:
                 kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
         self._kernels: Kernels = kernels
         self._shortcuts: Shortcuts = Shortcuts(slots, self.rows, self._placement, form, kernels, method)
-        self._group, self._writes = slots.shape.group_of_reader, any(writes(s) for s in slots.tensors.states)
-        self._writer = slots.shape.readers - 1 if slots.shape.lags else 0
+        self._group, self._writes = slots.shape.group, any(writes(s) for s in slots.tensors.states)
         self.ordered = True
         self.steady: tuple[Tensor, QueryFactors] | None = None
 
@@ -150,7 +145,7 @@ class Walk:
         if self._method.step_kernel and self._kernels.step is not None and slots.sees <= {"weights"}:
             return Step(places, rows, attended, seen, seen_of_layer, self._kernels.step)
         nothing = [None] * layers
-        all_used = evicts and slots.evicts_each_step and not slots.shape.lags
+        all_used = evicts and slots.evicts_each_step
         used = nothing if all_used else rows.used().unflatten(0, (layers, -1)).unbind(0)
         if self.rotation is None:
             return Step(places, rows, attended, seen, seen_of_layer, None, nothing, used, nothing)
@@ -173,23 +168,21 @@ class Walk:
                 self.steady = rank, own
         return Step(places, rows, attended, seen, seen_of_layer, None, query_factors, used, key_factors)
 
-    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
+    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Take a block into one layer, each token seeing what is kept when it comes.
 
         Args:
-            layer: the cache's index in the model.
-            query: unrotated. [B, H * G, T, D]; G of this layer alone.
+            layer: its index in the model.
+            query: unrotated. [B, H * G, T, D].
             keys: unrotated. [B, H, T, D].
             values: [B, H, T, Dv].
-            place: of the layer among those that read this cache. The first one writes, the others find the block there; or the
-                last one does, and they find the blocks before it.
 
         Returns:
             [B, H * G, T, Dv].
         """
         match plan:
             case Step(kernel=None):
-                return self._step(plan, layer, query, keys, values, terms, place)
+                return self._step(plan, layer, query, keys, values, terms)
             case Step():
                 return self._step_by_kernel(plan, layer, query, keys, values, terms)
             case PlainWalk(kernel=None):
@@ -199,31 +192,29 @@ class Walk:
             case Runs():
                 return self._shortcuts.read_runs(plan, layer, query, keys, values, terms)
             case Fill():
-                return self._shortcuts.fill(plan, layer, query, keys, values, terms, place)
+                return self._shortcuts.fill(plan, layer, query, keys, values, terms)
             case Closed():
-                return self._shortcuts.attend_in_band(plan, layer, query, keys, values, terms, place)
+                return self._shortcuts.attend_in_band(plan, layer, query, keys, values, terms)
             case CompiledWalk():
                 return self._shortcuts.walk_by_kernel(plan, layer, query, keys, values, terms)
 
-    def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
+    def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Write one token in one layer, and attend."""
         at, rows, group = self.slots.layers.index(layer), self.rows(plan.attended, layer), self._group
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         streams, size, step, own = query.shape[0], len(rows.rank), plan.places.steps[0], plan.query_factors[at]
         query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
-        if place == self._writer:
-            kept = rotate(keys, own.factors[:, 0]) if own is not None and rows.keys_rotated else keys
-            rows.write(kept, values)
-            if self._writes:
-                self._note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
+        rows.write(rotate(keys, own.factors[:, 0]) if own is not None and rows.keys_rotated else keys, values)
+        if self._writes:
+            self._note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
         factors = plan.key_factors[at]
         if factors is None and self.rotation is not None:
             factors = self._placement.of_keys(*rows.account(step), self.slots.num_slots)
         out = values.new_empty(size, group, values.shape[-1])
         seen = self._attend_one(rows, query, terms, plan.used[at], factors, own, out)
         for name, x in plan.seen_of_layer[at].items():
-            x[:, place * group : (place + 1) * group] = seen[name]
+            x.copy_(seen[name])
         return out.view(streams, -1, 1, out.shape[-1])
 
     def _step_by_kernel(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
@@ -292,8 +283,6 @@ class Walk:
         scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
         scores = keys.dots(scaled, key_factors)
         mass = weights(scores, terms, rows.heads, used)
-        if self.slots.shape.lags and used is not None:  # a stream's first token sees nothing
-            mass = mass.masked_fill(~used.any(-1, keepdim=True), 0.0)
         values.mix(mass, into)
         seen: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
         if "logits" in rows.asked:
@@ -323,10 +312,6 @@ class Walk:
         if plan.seen:
             plan.rows.update(plan.seen, places.valid[0])
         plan.rows.release(places.valid[0], places.evicts[0], places.ragged)
-
-    def reads_at_once(self, block: Block) -> bool:
-        """Whether a block can pass one layer before it enters the next; otherwise it must come token by token."""
-        return self._shortcuts.reads_at_once(block)
 
     def phase(self, seen: int) -> tuple[int, bool]:
         """Return what the host decides about the step after `tokens` tokens: slots attended, and whether tokens are evicted."""
@@ -395,5 +380,4 @@ class Walk:
     @property
     def plain_because(self) -> str:
         """Why no kernel can walk its blocks, where they have to be walked; empty otherwise."""
-        reads_at_once = self.slots.capacity is None and not self.slots.shape.lags
-        return "" if self.has_closed_form or reads_at_once else self._kernels.plain_because
+        return "" if self.has_closed_form or self.slots.capacity is None else self._kernels.plain_because

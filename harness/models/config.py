@@ -8,10 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-import kvbench.harness.engine.variants.lckv  # noqa: F401  # makes transformers know it
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.models.shared_kv_config import kv_sources
 
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -45,12 +43,6 @@ def read_config(directory: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many kinds
         raise UserError(f"{name}: transformers can't read it ({first_cause(error)})") from error
-    try:
-        kv_sources(config.get_text_config())
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from error
-    except (AttributeError, TypeError):  # it is no decoder, or names its layers otherwise
-        pass
     return config
 
 

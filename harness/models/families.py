@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-import kvbench.harness.models.shared_kv  # noqa: F401  # registers its model
-
 # With the default initializer_range, 0.02, attention is so flat that even leaving out RoPE changes almost nothing.
 _TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,7 +42,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": _MOE, "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "persimmon": {}, "phi": {}, "phi3": {},
     "phimoe": _MOE, "qwen2": {}, "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
     "qwen3": {"head_dim": 16}, "qwen3_moe": {"head_dim": 16, **_MOE}, "qwen3_next": _MOE,
-    "qwen3_shared_kv": {"head_dim": 16, "kv_layers": [0, 0]},
     "seed_oss": {"head_dim": 16}, "smollm3": {"no_rope_layers": [1, 0]}, "stablelm": {},
     "starcoder2": {"sliding_window": 16}, "vaultgemma": _MIXED,
 }  # fmt: skip

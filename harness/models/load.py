@@ -11,7 +11,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import kvbench.harness.models.shared_kv  # noqa: F401  # registers its model
 from kvbench.harness.core.device import free_bytes, use_full_float32
 from kvbench.harness.core.errors import RefusedModelError, UserError, did_you_mean
 from kvbench.harness.engine.attention import NAME

@@ -14,7 +14,6 @@ from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import RANDOM, is_here, model_directory, quiet
-from kvbench.harness.models.shared_kv_config import kv_sources
 from kvbench.policies import HeadSizes, Policy
 
 
@@ -27,7 +26,6 @@ class ModelShape:
     head_dim: int  # of K and of V
     parameters: int  # approximate number
     windows: tuple[int | None, ...]  # for every layer, the tokens that a query sees, itself included; None if all
-    sources: tuple[int, ...]  # for every layer, the one whose K and V it reads
 
     @property
     def layers(self) -> int:
@@ -35,9 +33,8 @@ class ModelShape:
         return len(self.windows)
 
     def kv_bytes(self, capacity: int, streams: int, itemsize: int, codec: Codec | None = None) -> int:
-        """Bytes of a cache's K/V slots: `capacity + 1` per layer that has its own, or the sliding window if that is smaller."""
-        windows = [self.windows[layer] for layer in sorted(set(self.sources))]
-        slots = [capacity + 1 if window is None else min(capacity + 1, window) for window in windows]
+        """Bytes of a cache's K/V slots: `capacity + 1` per layer, or the sliding window if that is smaller."""
+        slots = [capacity + 1 if window is None else min(capacity + 1, window) for window in self.windows]
         if codec is not None:
             return streams * self.heads * sum(codec.allocated(n, self.head_dim, self.head_dim, itemsize) for n in slots)
         return 2 * streams * self.heads * self.head_dim * itemsize * sum(slots)
@@ -56,10 +53,9 @@ class ModelShape:
             ValueError: the policy can't serve the capacity.
         """
         total = 0
-        for layer in sorted(set(self.sources)):
-            window, readers = self.windows[layer], self.sources.count(layer)
+        for window in self.windows:
             kept = capacity if window is None else min(capacity, window - 1)
-            sizes = HeadSizes(self.queries // self.heads * readers, self.head_dim, self.head_dim)
+            sizes = HeadSizes(self.queries // self.heads, self.head_dim, self.head_dim)
             held = {s: prod(s.shape(sizes)) for s in policy.bind(kept).statistics if s.lasts or not grows}
             of_slot = 16 + wide * sum(n for s, n in held.items() if s.per == "slot")
             of_head = 8 + 8 * sum(n for s, n in held.items() if s.per == "head")
@@ -94,7 +90,7 @@ def shape_of(config: Any) -> ModelShape | None:
         inners = sum(inner) if isinstance(inner, list) else layers * inner  # Gemma 3n has one for every layer
         embedded = getattr(text, "vocab_size", 0)
         parameters = hidden * (layers * 2 * head_dim * (queries + heads) + 3 * inners + embedded)
-        return ModelShape(heads, queries, head_dim, parameters, _windows(text, layers), tuple(kv_sources(text)))
+        return ModelShape(heads, queries, head_dim, parameters, _windows(text, layers))
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None
 

@@ -28,16 +28,16 @@ class _Retrieval:
 
     def __init__(self, model: Model, copy: int) -> None:
         self._model, self._copy = model, copy
-        self.scores: dict[int, Tensor] = {}  # by cache, [H]
+        self.scores: dict[int, Tensor] = {}  # by layer, [H]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """[B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
-        shape, tokens = self._model.shape_of(layer), keys.shape[2]
+        shape, tokens = self._model.layers[layer], keys.shape[2]
         positions = torch.arange(tokens, device=keys.device)
         if shape.rotation is not None:
             factors = shape.rotation.factors(positions, keys.dtype, tokens)
             query, keys = (rotate(shape.rotation.pair(x), factors) for x in (query, keys))
-        keys, values = (x.repeat_interleave(shape.group_of_reader, 1) for x in (keys, values))
+        keys, values = (x.repeat_interleave(shape.group, 1) for x in (keys, values))
         age = positions[:, None] - positions
         sees = (age >= 0) if shape.sliding_window is None else (age >= 0) & (age < shape.sliding_window)
         scores = torch.matmul(query * terms.scaling, keys.mT)
@@ -47,8 +47,7 @@ class _Retrieval:
         mass = weights(scores.flatten(0, 1), terms, heads, sees).view(scores.shape)
         second = torch.arange(self._copy, tokens - 1, device=keys.device)
         induction = mass[:, :, second, second - self._copy + 1].float().mean((0, 2))
-        best, cache = induction.view(shape.heads, shape.group_of_reader).amax(1), self._model.readers[layer].cache
-        self.scores[cache] = torch.maximum(best, self.scores.get(cache, best))
+        self.scores[layer] = induction.view(shape.heads, shape.group).amax(1)
         return torch.matmul(mass.to(values.dtype), values)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.probes import LayerCache
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.watch import Chunk, Watcher
 from kvbench.policies import Attention, CacheView, Statistic
@@ -30,25 +29,19 @@ _MOST_STEPS, _MAX_NUMBERS = 64, 2**25  # of a block: kept until they are shown
 class _Recorder:
     """Turns steps over slots into chunks over positions, and shows them to a watcher after every block."""
 
-    def __init__(
-        self, shapes: Sequence[LayerShape], readers: Sequence[LayerCache], ids: Tensor, watcher: Watcher, sunk: Collection[int]
-    ) -> None:
-        """Begin with empty samples, [B, T].
-
-        `readers` has, for each layer, the cache that it reads. `sunk` are the layers in which some weight goes to no token.
-        """
-        self._shapes, self._readers, self._watcher, self._sunk = shapes, readers, watcher, sunk
+    def __init__(self, shapes: Sequence[LayerShape], ids: Tensor, watcher: Watcher, sunk: Collection[int]) -> None:
+        """Begin with empty samples, [B, T]. `sunk` are the layers in which some weight goes to no token."""
+        self._shapes, self._watcher, self._sunk = shapes, watcher, sunk
         streams, self._tokens = ids.shape
         queries = sum(s.heads * s.group for s in shapes)
-        most = _MOST_STEPS if len(readers) == len(shapes) else 1  # where layers share K and V, tokens are read one by one
-        self.steps = max(1, min(most, _MAX_NUMBERS // (streams * queries * self._tokens)))  # of a block, at most
+        self.steps = max(1, min(_MOST_STEPS, _MAX_NUMBERS // (streams * queries * self._tokens)))  # of a block, at most
         self.last_seen = [torch.full((streams, s.heads, self._tokens), -1, device=ids.device) for s in shapes]  # [B, H, T] each
         self._first = 0  # step of the block
         self._count = 0  # its steps so far
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # weights and logits by cache, [B, H, G, t, L]
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # weights and logits by layer, [B, H, G, t, L]
 
     def note(self, attention: Attention, view: CacheView) -> None:
-        """Enter one step of the caches and heads in a view; several caches may be stacked in it."""
+        """Enter one step of the layers and heads in a view; several layers may be stacked in it."""
         layers, of_head, streams = view.layer.flatten().tolist(), view.head[..., 0].tolist(), len(self.last_seen[0])
         for start in range(0, len(view.position), streams):
             layer, heads = (x[start if len(x) > 1 else 0] for x in (layers, of_head))
@@ -80,10 +73,8 @@ class _Recorder:
         """Show the steps of a block to the watcher, layer by layer, when the wrapped code has ended it."""
         yield
         stop = self._first + self._count
-        for layer, (cache, place) in enumerate(self._readers):
-            group = self._shapes[cache].group_of_reader
-            of_layer = slice(place * group, (place + 1) * group)
-            weights, logits = (x[:, :, of_layer, : self._count, :stop].flatten(1, 2) for x in self._rows[cache])
+        for layer, rows in sorted(self._rows.items()):
+            weights, logits = (x[:, :, :, : self._count, :stop].flatten(1, 2) for x in rows)
             rest = (1 - weights.sum(-1)).clamp(min=0) if layer in self._sunk else None
             self._watcher.see_chunk(Chunk(layer, self._first, True, logits, weights, rest))
         self._first, self._count, self._rows = stop, 0, {}
@@ -139,11 +130,11 @@ def read_recorded(
 
     Returns the decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
     """
-    recorder = _Recorder(model.layers, model.readers, ids, watcher, sunk)
+    recorder = _Recorder(model.layers, ids, watcher, sunk)
     decoder = CachedDecoder(model, replace(config, policy=_RecordedPolicy(config.policy, recorder=recorder)), len(ids))
     decoder.around_bookkeeping = recorder.shown
     if prompt:
         decoder.read_prompt(ids[:, :prompt], recorder.steps)
     for part in ids[:, prompt:].split(recorder.steps, 1):
         decoder(part, keep=torch.zeros(1, dtype=torch.int64, device=ids.device))
-    return decoder, [recorder.last_seen[reader.cache] for reader in model.readers]
+    return decoder, recorder.last_seen

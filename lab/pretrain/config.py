@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.data import backcopy, machine
 from kvbench.harness.suite import yaml_value
+from kvbench.lab.shared_kv.sources import why_unserved
 
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
 RECIPES = Path(__file__).with_name("recipes")
@@ -195,8 +196,6 @@ class PretrainConfig(_Strict):
 
     @model_validator(mode="after")
     def _one_order_of_layers(self) -> Self:
-        from kvbench.harness.engine.variants.lckv import why_unserved
-
         if (self.attention == "lckv") != (self.lckv is not None):
             raise ValueError("attention lckv and what lckv says go together: give both or neither")
         why = "" if self.lckv is None else why_unserved(self.lckv.kv_layers, self.shape.layers)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.own_attention import attention_by
@@ -29,7 +30,9 @@ def _attention(
     """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     if getattr(module.config, "zero_sink", False):
         s_aux = query.new_zeros(query.shape[1])
-    weights = attention_weights(module, query, key, scaling, s_aux)
+    lags = int(getattr(module, "lags", False))  # no token sees itself, and the first one nothing
+    weights = attention_weights(module, query[:, :, lags:], key[:, :, : key.shape[2] - lags], scaling, s_aux)
+    weights = pad(weights, (0, lags, lags, 0))
     weighing = weighing_of(module, query, scaling or query.shape[-1] ** -0.5)
     shares = weights.to(value.dtype) if weighing is None else weighing.shares(weights.to(value.dtype))
     layer: Any = module.layer_idx

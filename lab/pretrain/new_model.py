@@ -20,6 +20,7 @@ from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.hub import model_directory
 from kvbench.lab.pretrain import sigma_reparam
 from kvbench.lab.pretrain.config import PretrainConfig
+from kvbench.lab.shared_kv.model import LCKVConfig, LCKVForCausalLM
 from kvbench.lab.variants import VARIANTS
 from kvbench.lab.variants.gpt2 import WeighedGPT2Config, WeighedGPT2ForCausalLM
 
@@ -88,7 +89,7 @@ def _variant(config: PretrainConfig, settings: dict[str, Any]) -> PreTrainedMode
         width = settings["hidden_size"] // settings["num_attention_heads"]
         return Qwen3ForCausalLM(Qwen3Config(**settings | {"head_dim": width, "attn_implementation": "sdpa"}))
     if config.lckv is not None:
-        settings = settings | config.lckv.model_dump(mode="json")
+        return LCKVForCausalLM(LCKVConfig(**settings | config.lckv.model_dump(mode="json")))
     kind: Any = VARIANTS[config.attention]
     model: PreTrainedModel = kind(kind.config_class(**settings))
     return model

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from transformers import LlamaForCausalLM
 
-from kvbench.harness.engine.variants.lckv import LCKVForCausalLM
 from kvbench.lab.variants.clipped import ClippedForCausalLM
 from kvbench.lab.variants.gated import GatedForCausalLM
 from kvbench.lab.variants.sigmoid import SigmoidForCausalLM
@@ -18,5 +17,4 @@ VARIANTS: dict[str, type[LlamaForCausalLM]] = {  # by name in a recipe
     "sigmoid": SigmoidForCausalLM,
     "gated": GatedForCausalLM,
     "clipped": ClippedForCausalLM,
-    "lckv": LCKVForCausalLM,
 }

@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from kvbench.harness.engine.variants.base import register
 from kvbench.harness.engine.watch import Weighing
-from kvbench.lab.variants.base import VariantForCausalLM
+from kvbench.lab.variants.base import VariantForCausalLM, register
 
 _ALPHA = 4.0
 

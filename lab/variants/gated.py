@@ -15,8 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvbench.harness.engine.variants.base import register
-from kvbench.lab.variants.base import VariantForCausalLM
+from kvbench.lab.variants.base import VariantForCausalLM, register
 
 
 class GatedConfig(LlamaConfig):

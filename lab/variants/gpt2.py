@@ -23,9 +23,8 @@ from torch.nn.functional import elu
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from kvbench.harness.engine.variants.base import register
 from kvbench.harness.engine.watch import Weighing, nonzero
-from kvbench.lab.variants.base import Variant, softmax
+from kvbench.lab.variants.base import Variant, register, softmax
 from kvbench.lab.variants.clipped import clipped
 
 _KEY_BIAS_DEVIATION = 0.02  # as published

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from kvbench.harness.engine.variants.base import register
 from kvbench.harness.engine.watch import Weighing
-from kvbench.lab.variants.base import VariantForCausalLM
+from kvbench.lab.variants.base import VariantForCausalLM, register
 
 
 class SigmoidConfig(LlamaConfig):

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from kvbench.harness.engine.variants.base import register
-from kvbench.lab.variants.base import VariantForCausalLM
+from kvbench.lab.variants.base import VariantForCausalLM, register
 
 
 class SinkLogitsConfig(LlamaConfig):

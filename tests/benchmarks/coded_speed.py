@@ -40,7 +40,7 @@ def step_of(model: Model, config: CacheConfig, slots: int, method: Method) -> Ca
     def step() -> float:
         token = torch.full((1, 1), seen[0])
         start = time.perf_counter()
-        block = BlockInLayers(read.walks, read._shares, model.readers, Block(token, None, seen[0], token * 0))
+        block = BlockInLayers(read.walks, read.shares, Block(token, None, seen[0], token * 0))
         for layer in range(len(model.layers)):
             block.attend(layer, *new, terms)
         block.end()

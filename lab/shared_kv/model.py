@@ -1,7 +1,9 @@
-"""Layer-condensed KV cache: layers read the K and V that a later layer made of earlier tokens, so that few layers have a cache.
+"""A Llama whose layers read the K and V of other layers, so that fewer layers have a cache.
 
-Source: Wu and Tu 2024, arXiv:2405.10637; whyNLP/LCKV dd21716 and, for the paper, its branch dev-lckv-publish. No token sees
-    itself there, and the first one, which sees nothing, gets zeros from attention. Training: `blind` passes, then `graded` ones.
+Sources: CLA, Brandon et al. 2024, arXiv:2405.12981, `kv_layers: [0, 0, 2, 2]`; YOCO, Sun et al. 2024, arXiv:2405.05254,
+    `[0, 1, 2, 2]`; LCKV, Wu and Tu 2024, arXiv:2405.10637, whyNLP/LCKV dd21716 and, for the paper, its branch dev-lckv-publish.
+    In LCKV no token sees itself, and the first one, which sees nothing, gets zeros from attention. Training: `blind` passes, then
+    `graded` ones.
 Differs: layers that read their own K and V alone have standard attention, with the diagonal, as in the paper's text and the newer
     code; the paper's code hides it there, too. The top layer hides it as in the paper; the newer code doesn't. Outside of
     training, passes are repeated until none changes K or V, so that a text gives the logits that single tokens give.
@@ -11,7 +13,7 @@ Axis letters: B samples, T tokens, E width, H KV heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +27,9 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.harness.engine.attention import NAME as DECODE_LOOP
-from kvbench.harness.engine.variants.base import VariantForCausalLM, register
+from kvbench.harness.engine.probes import SHARED_KV
+from kvbench.lab.shared_kv.sources import kv_sources
+from kvbench.lab.variants.base import VariantForCausalLM, register
 
 NAME = "kv_bench_lckv_attention"
 Vectors = dict[int, tuple[Tensor, Tensor]]  # K and V, by the layer that made them last. [B, H, T, D] each
@@ -35,35 +39,9 @@ class LCKVConfig(LlamaConfig):
     """Llama's config and, for each layer, the layer whose K and V it reads, which may come later."""
 
     model_type = "kv_bench_lckv"
-    reads_later_layers = True
-    kv_layers: list[int] | None = None  # None: all read the last one
+    kv_layers: list[int] | None = None  # None: each reads its own
     blind: int = 7  # passes of a training step without a gradient; m in the paper
     graded: int = 2  # and with one, after them; b
-
-
-def sources_of(config: Any) -> list[int]:
-    """Return for each layer the index of the layer whose K and V it reads.
-
-    Raises:
-        ValueError: no order of layers can serve that; the message says why.
-    """
-    layers: int = config.num_hidden_layers
-    sources = [layers - 1] * layers if config.kv_layers is None else list(config.kv_layers)
-    if why := why_unserved(sources, layers):
-        raise ValueError(why)
-    return sources
-
-
-def why_unserved(sources: Sequence[int], layers: int) -> str:
-    """Why layers can't read these layers' K and V; empty if they can."""
-    if len(sources) != layers:
-        return f"kv_layers names {len(sources)} layers, expected num_hidden_layers = {layers}"
-    for layer, source in enumerate(sources):
-        if not 0 <= source < layers or sources[source] != source:
-            return f"kv_layers: layer {layer} reads layer {source}, which has no K and V of its own"
-        if source < layer and sources.index(source) < source:
-            return f"kv_layers: layer {layer} reads layer {source}, which layers before that read: it must be their last reader"
-    return ""
 
 
 def _attend(
@@ -71,7 +49,8 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention, without the diagonal where K and V come later. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
-    hidden = int(module.later_source is not None)  # keys of the newest tokens that a query doesn't see
+    lags: Any = module.lags
+    hidden = int(lags)  # keys of the newest tokens that a query doesn't see
     query, length = query[:, :, hidden:], key.shape[2] - hidden
     key, value = key[:, :, :length], value[:, :, :length]
     out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
@@ -86,16 +65,16 @@ class _Attention(llama.LlamaAttention):
 
     Attributes:
         source: the layer whose K and V it reads.
-        later_source: the same, where some layer reads them before they are made, so that no token sees itself; else None.
+        lags: some layer reads these K and V before they are made, so that no token sees itself.
     """
 
     def __init__(self, config: LlamaConfig, layer: int, source: int, lags: bool) -> None:
         super().__init__(config, layer)
-        self.source, self.later_source = source, source if lags else None
+        self.source, self.lags = source, lags
         if source != layer:
             del self.k_proj, self.v_proj
 
-    def forward(  # type: ignore[override]  # no cache: our loop keeps K and V
+    def forward(  # type: ignore[override]  # no cache: a decoder keeps K and V
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, vectors: Vectors, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, E] -> [B, T, E]."""
@@ -119,7 +98,7 @@ class _Layers(llama.LlamaModel):
 
     def __init__(self, config: LCKVConfig) -> None:
         super().__init__(config)
-        sources = sources_of(config)
+        sources = kv_sources(config)
         lagging = {source for layer, source in enumerate(sources) if source > layer}
         readers = [layer for layer, source in enumerate(sources) if source in lagging]
         self.first, self.end = min(readers, default=0), max(readers, default=-1) + 1  # of those that run again
@@ -137,7 +116,7 @@ class _Layers(llama.LlamaModel):
             ValueError: it is given a cache or a mask, which it can't heed.
         """
         if past_key_values is not None or (attention_mask is not None and not bool(attention_mask.all())):
-            raise ValueError("a kv_bench_lckv reads whole texts without padding, and keeps no cache itself: see kvbench.Cache")
+            raise ValueError("a kv_bench_lckv reads whole texts without padding, and keeps no cache itself: see bench shared-kv")
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(embedded.shape[1], device=embedded.device)[None]
@@ -176,6 +155,7 @@ class LCKVForCausalLM(VariantForCausalLM):
 
     config_class = LCKVConfig
     own_attention = NAME
+    undrivable = SHARED_KV
 
     def __init__(self, config: LCKVConfig) -> None:
         super().__init__(config)

@@ -1,1 +1,0 @@
-"""Llamas whose attention differs in one thing, each a model type and a file."""
