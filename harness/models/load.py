@@ -75,8 +75,9 @@ def load(
         raise UserError(f"dtype '{dtype}'{did_you_mean(dtype, DTYPES)}")
     transformers.utils.logging.disable_progress_bar()
     directory = model_directory(str(model), revision, pickle, gguf_file)
+    config = read_config(directory)  # first, because it makes the model type of a plug-in known
     tokenizer, on = load_tokenizer(directory), device_of(device)
-    hf = read_weights(directory, read_config(directory), DTYPES[dtype], pickle, attn_implementation=None)
+    hf = read_weights(directory, config, DTYPES[dtype], pickle, attn_implementation=None)
     return hf.eval().to(on), tokenizer  # type: ignore[arg-type]  # transformers' stubs
 
 
