@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from conftest import bench
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.models.config import read_config
 
 ENTRIES = """[bench.policies]
 fails = theirs_fails:Fails
@@ -20,6 +23,14 @@ number = theirs:NUMBER
 bare = theirs:Bare
 crashes = theirs:Crashes
 h2o = theirs:Bare
+
+[bench.tasks]
+perplexity = theirs:Bare
+
+[bench.models]
+theirs = theirs_model:TheirConfig
+theirs_gone = theirs:Gone
+llama = theirs_fails:Fails
 
 [bench.commands]
 greet = theirs_commands:greet
@@ -44,6 +55,14 @@ def greet(name):
 def crash():
     return 1 / 0
 """
+THEIR_MODEL = """
+from transformers import AutoConfig, LlamaConfig
+
+class TheirConfig(LlamaConfig):
+    model_type = "theirs"
+
+AutoConfig.register("theirs", TheirConfig, exist_ok=True)
+"""
 THEIRS = """
 from kvbench.policies.window import Window
 
@@ -63,7 +82,7 @@ def package(tmp_path, monkeypatch) -> Path:
     """An installed package with six policies. One can be used, and one has the name of one of ours."""
     files = {
         "theirs_fails.py": "import torch\ntorch.no_such_thing\n", "theirs_exits.py": "raise SystemExit(3)\n", "theirs.py": THEIRS,
-        "theirs_commands.py": THEIR_COMMANDS,
+        "theirs_commands.py": THEIR_COMMANDS, "theirs_model.py": THEIR_MODEL,
         "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",
         "theirs-1.0.dist-info/entry_points.txt": ENTRIES,
     }  # fmt: skip
@@ -130,6 +149,23 @@ def test_a_name_that_two_packages_use_means_the_first(package):
     (other / "entry_points.txt").write_text("[bench.policies]\nbare = theirs:Crashes\n")
     (ignored,) = plugins.ignored_plugins("bare")
     assert {ignored, f"theirs:{plugins.policy_class('bare').__name__}"} == {"theirs:Bare", "theirs:Crashes"}
+
+
+def test_a_task_of_a_package_does_not_replace_ours(package):
+    assert plugins.task_class("perplexity").__module__ == "kvbench.harness.tasks.perplexity"
+
+
+def test_a_model_type_of_a_package_is_imported_when_its_config_is_read(package, tmp_path):
+    """One that transformers knows is not looked up."""
+    config = tmp_path / "config.json"
+    for name, says in (
+        ("llama", None),
+        ("theirs_gone", "the plug-in 'theirs_gone' \\(theirs:Gone\\) can't be loaded"),
+        ("theirs", None),
+    ):
+        config.write_text(json.dumps({"model_type": name, "num_hidden_layers": 3}))
+        with pytest.raises(UserError, match=says) if says else nullcontext():
+            assert (read_config(tmp_path).model_type, read_config(tmp_path).num_hidden_layers) == (name, 3)
 
 
 A = "from kvbench.policies.window import Window\nclass A(Window): ...\n"

@@ -246,7 +246,7 @@ def _classes_in(module: ModuleType, path: str, kind: _Kind) -> str:
     return f"name the class, e.g. {', '.join(names)}" if names else f"it defines no class that inherits from {kind.base_name}"
 
 
-def load_model_type(name: Any) -> None:
+def load_model_type(name: str) -> None:
     """Import the entry point of the group `bench.models` with this name, which makes a model type known to transformers.
 
     Raises:

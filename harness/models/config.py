@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
@@ -38,7 +38,9 @@ def read_config(directory: Path) -> PreTrainedConfig:
             _check_counts(part, name)
             if file != directory:
                 _refuse_quantised(part, name)
-            plugins.load_model_type(part.get("model_type"))
+            kind = part.get("model_type")
+            if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+                plugins.load_model_type(kind)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many kinds
