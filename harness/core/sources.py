@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,21 @@ def task_digest(task: type[object]) -> str:
     """sha256 of the source of a user's task: the modules of its class and base classes, except ours."""
     modules = dict.fromkeys(c.__module__ for c in task.__mro__ if not c.__module__.startswith("kvbench.") and c is not object)
     return hashlib.sha256("\0".join(_source(sys.modules[m]) or repr(m) for m in modules).encode()).hexdigest()
+
+
+def code_versions() -> dict[str, str]:
+    """Return the digest of our code, and versions of packages that decide figures; "none" for one that is not installed."""
+    digest = hashlib.sha256()
+    for package in ("policies", "harness"):
+        for file in sorted((Path(__file__).parents[2] / package).resolve().rglob("*.py"), key=str):
+            digest.update(file.name.encode() + file.read_bytes())
+    known = {"kv-bench's code": digest.hexdigest()[:12]}
+    for package in ("torch", "transformers"):
+        try:
+            known[package] = version(package)
+        except PackageNotFoundError:
+            known[package] = "none"
+    return known
 
 
 def _source(code: ModuleType | type) -> str | None:

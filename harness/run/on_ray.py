@@ -7,9 +7,7 @@ what they need, starts them again if they die, and repeats what was lost.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.sources import code_versions
 from kvbench.harness.core.user_files import loaded_files
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.run.estimate import estimates
@@ -25,7 +24,7 @@ from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.order import Answer, Order
 from kvbench.harness.run.prepare import MachineFacts
 from kvbench.harness.run.ray_cluster import Cluster, connected, needs
-from kvbench.harness.run.ray_worker import Board, Place, RayWorker, Shared, versions
+from kvbench.harness.run.ray_worker import Board, Place, RayWorker, Shared
 from kvbench.harness.run.schedule import Schedule, Work
 from kvbench.harness.suite import Cell
 from kvbench.harness.tasks.task import MeasurementError
@@ -41,13 +40,7 @@ def ray_executor(
 ) -> Iterator[RayExecutor]:
     """Give an executor. Its workers, and a Ray that it starts, live as long as the context.
 
-    Args:
-        address: of a cluster: HOST:PORT, or auto; "local" starts Ray on this machine.
-        workers: how many; as many as find room when None.
-        threads: CPU threads of each.
-        device: auto, cpu or cuda.
-        options: of the run.
-        cells: of the run; their suite says what a worker needs.
+    The address is HOST:PORT or auto for a cluster, or "local". Without a number of workers, as many as find room are started.
 
     Raises:
         UserError: Ray is not installed, there is no such cluster or no room in it, or a worker has other code.
@@ -91,7 +84,7 @@ class RayExecutor:
         if late := self._ray.wait(calls, num_returns=count, timeout=START_S)[1]:
             name = self._workers[calls.index(late[0])].name
             raise UserError(f"{name}: not started after {START_S:.0f} s: is the cluster busy with other work?")
-        ours = versions()
+        ours = code_versions()
         for worker, call in zip(self._workers, calls, strict=True):
             worker.place, theirs, worker.machine = _result(self._ray, worker, call)
             for name, other in ((name, theirs.get(name, "none")) for name in ours):
@@ -114,7 +107,7 @@ class RayExecutor:
             order = Order.from_groups(groups, cells, self._options, self._threads)
         except MeasurementError as error:
             raise UserError(str(error)) from None
-        shared = Shared(self._ray.put(loaded_files()), self._ray.put(order), os.getcwd(), self._board)
+        shared = Shared(self._ray.put(loaded_files()), self._ray.put(order), self._board)
         of_node = {worker.place.node: worker for worker in self._workers}  # the workers of a node share its disk
         for worker, call in [(worker, worker.actor.check.remote(shared)) for worker in of_node.values()]:
             _result(self._ray, worker, call)
@@ -164,12 +157,9 @@ class _Loop:
                 self._ledger.begin(group, worker.label)
                 call = worker.actor.measure.remote(self._shared, work.number, self._ledger.references(group))
                 self._running[call] = worker
-            elif not self._schedule.waiting:  # makes room, perhaps for one that Ray starts again
-                self._end(worker)
-
-    def _end(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
-        self._ray.kill(worker.actor)
+            elif not self._schedule.waiting:  # make room, perhaps for a worker that Ray starts again
+                self._workers.remove(worker)
+                self._ray.kill(worker.actor)
 
     def _receive(self, worker: _Worker, ref: Any) -> None:
         """Write the records of a group, while its worker goes on with the next."""
@@ -181,7 +171,7 @@ class _Loop:
         except errors.ActorDiedError as error:  # for good: Ray can't start it again
             watcher.note(worker.label, f"can't be started again ({_last_line(error)})")
             self._schedule.free(worker.name, again=True)
-            self._end(worker)
+            self._workers.remove(worker)
             return
         except errors.ActorUnavailableError:
             died = Failure(kind="WorkerDied", message=f"its worker died {TRIES} times")
@@ -243,19 +233,18 @@ def _result(ray: Any, worker: _Worker, ref: Any) -> Any:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of an error of Ray, which names what happened in the worker."""
-    return str(error).strip().splitlines()[-1].strip()
+    return str(error).strip().splitlines()[-1].strip()  # Ray's errors end with what happened in the worker
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
     """Give a list that gets an entry at Ctrl-C: within a callback or a destructor, Python would print it and go on."""
     came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield came
-        return
-    before = signal.signal(signal.SIGINT, lambda *received: came.append(received[0]))
+    before = signal.getsignal(signal.SIGINT)
+    with contextlib.suppress(ValueError):  # only the main thread gets signals
+        signal.signal(signal.SIGINT, lambda *received: came.append(received[0]))
     try:
         yield came
     finally:
-        signal.signal(signal.SIGINT, before)
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ class Order:
         cells: all of the run, so that a cache that does not fit is reported when its model is loaded.
         options: of the run, with the device of the process that measures.
         threads: of the CPU.
+        folder: that the run was started in. A worker works there, if its machine has it.
     """
 
     groups: Sequence[Group]
     cells: Sequence[Cell]
     options: RunOptions
     threads: int
+    folder: str
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group], cells: Sequence[Cell], options: RunOptions, threads: int) -> Self:
@@ -53,7 +56,7 @@ class Order:
             [dataclasses.replace(item, data=sent[id(item.data)], directory=item.directory.resolve()) for item in group]
             for group in groups
         ]
-        return cls(packed, cells, options, threads)
+        return cls(packed, cells, options, threads, os.getcwd())
 
 
 @dataclass(frozen=True)

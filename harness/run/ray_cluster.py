@@ -18,11 +18,7 @@ LOCAL = "local"  # the address that means: start Ray on this machine
 CONNECT_S = 5.0
 SILENT_S = 10.0  # how long Ray's control service may not answer: after 60 s, Ray ends this process
 OBJECT_STORE_BYTES = 2**29  # holds texts, and a trace for each worker
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # by default everything else on the machine goes first
-}
+_SETTINGS = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")  # are 0
 
 
 class Cluster:
@@ -80,8 +76,8 @@ def connected(address: str) -> Iterator[Cluster]:
     Raises:
         UserError: Ray is not installed, or no cluster is there.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    for name in _SETTINGS:
+        os.environ.setdefault(name, "0")
     try:
         import ray
         import ray.exceptions

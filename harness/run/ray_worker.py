@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kvbench
 from kvbench.harness.core import user_files
 from kvbench.harness.core.errors import UserError, described
+from kvbench.harness.core.sources import code_versions
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
@@ -27,24 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all workers of a run get.
-
-    Attributes:
-        files: reference of a list of `UserFile`, which are loaded before the order is read.
-        order: reference of an `Order`.
-        folder: that the run was started in; a worker that has it works there.
-        board: actor that progress is reported to.
-    """
+    """References of what all workers get: a list of `UserFile`, which is loaded before the `Order` is read, and the board."""
 
     files: Any
     order: Any
-    folder: str
     board: Any
 
 
 @dataclass(frozen=True)
 class Place:
-    """Process that a worker is: machine, in Ray's words and for people, and number. Ray replaces one that dies."""
+    """Process that a worker is: its machine, in Ray's words and for people, and its number. Ray replaces one that dies."""
 
     node: str
     host: str
@@ -60,33 +49,21 @@ class RayWorker:
         self._worker: Worker | None = None
 
     def about(self, device: str, threads: int) -> tuple[Place, dict[str, str], MachineFacts]:
-        """Return where this process is, the versions of its code, and facts about its machine.
-
-        Raises:
-            UserError: there is no such device.
-        """
+        """Return where this process is, the versions of its code, and facts about its machine; a missing device is an error."""
         import torch
 
         from kvbench.harness.models.load import device_of
         from kvbench.harness.run.prepare import MachineFacts
 
         torch.set_num_threads(threads)
-        return _place(), versions(), MachineFacts.here(device_of(device))
+        return _place(), code_versions(), MachineFacts.here(device_of(device))
 
     def check(self, shared: Shared) -> None:
-        """Look for models, code and data on this machine.
-
-        Raises:
-            UserError: something is missing or different.
-        """
+        """Look for models, code and data on this machine; see `Worker.check`."""
         self._opened(shared).check()
 
     def measure(self, shared: Shared, number: int, references: Sequence[Record | None]) -> tuple[Place, Answer]:
-        """Measure a group.
-
-        Raises:
-            UserError: a model can't be driven exactly, a cache doesn't fit, or something is missing or different here.
-        """
+        """Measure a group; see `Worker.measure`."""
         with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
             return _place(), self._opened(shared).measure(number, references, Path(scratch))
 
@@ -94,8 +71,6 @@ class RayWorker:
         import ray
 
         if self._worker is None:
-            with contextlib.suppress(OSError):  # on another machine
-                os.chdir(shared.folder)
             try:
                 user_files.receive(ray.get(shared.files))
                 order = ray.get(shared.order)
@@ -121,19 +96,6 @@ class Board:
         """Return the progress since the last call, by worker."""
         latest, self._latest = self._latest, {}
         return latest
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the code that decides figures. All workers must have the same."""
-    digest = hashlib.sha256()
-    for package in ("policies", "harness"):
-        for file in sorted((Path(kvbench.__file__).parent / package).resolve().rglob("*.py"), key=str):
-            digest.update(file.name.encode() + file.read_bytes())
-    known = {"kv-bench": kvbench.__version__, "kv-bench's code": digest.hexdigest()[:12]}
-    for package in ("torch", "transformers"):
-        with contextlib.suppress(PackageNotFoundError):
-            known[package] = version(package)
-    return known
 
 
 def _place() -> Place:

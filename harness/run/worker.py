@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,6 +40,8 @@ class Worker:
         `own_process`: this process is there for one group.
         """
         torch.set_num_threads(order.threads)
+        with contextlib.suppress(OSError):  # on another machine
+            os.chdir(order.folder)
         self._order, self._report = order, report
         self._machine = Machine(order.options, order.cells, own_process)
         self._directories: dict[ModelSpec, Path] = {}
