@@ -43,7 +43,8 @@ def shared_kv(
 ) -> None:  # fmt: skip
     """Measure the perplexity of MODEL under policies, if its layers share K and V (CLA, YOCO, LCKV, Gemma 3n).
 
-    The engine refuses such models. A plain decoder reads them on the CPU, token by token, and evicts after every step.
+    The engine refuses such models. A plain decoder reads them on the CPU, token by token, and evicts after every step. Tokens
+    are scored once the caches are full.
 
     \b
     bench shared-kv pretrained/lckv/model --text backcopy --tokens 32768 --streams 256 --policy tova --policy keydiff
@@ -54,6 +55,8 @@ def shared_kv(
     from kvbench.harness.models.load import load
     from kvbench.lab.shared_kv.decoder import Setting
 
+    if tokens // streams <= capacity:
+        raise UserError(f"streams of {tokens // streams} tokens fill no cache of {capacity}: set --tokens higher")
     chosen = {given: _policy(given) for given in ("dense", *policies)}
     hf, tokenizer = load(model)
     source, pieces = texts(text, "test", None, 0, tokens, Path(data).expanduser() if data else None)
@@ -63,7 +66,7 @@ def shared_kv(
     settings = {
         name: Setting(policy, capacity if policy.evicts else None, positions, seed=seed) for name, policy in chosen.items()
     }
-    print_rows(list(_rows(hf, settings, torch.cat([opening, body], 1), read.prefix)), as_json)
+    print_rows(list(_rows(hf, settings, torch.cat([opening, body], 1), max(read.prefix, capacity + 1))), as_json)
 
 
 def _policy(given: str) -> Policy:
@@ -80,11 +83,11 @@ def _policy(given: str) -> Policy:
         raise UserError(f"--policy {given}: {error}") from None
 
 
-def _rows(hf: PreTrainedModel, settings: Mapping[str, Setting], tokens: Tensor, prefix: int) -> Iterator[dict[str, Any]]:
-    """Measure each setting, the first of which is the reference. tokens: [B, T] int64."""
+def _rows(hf: PreTrainedModel, settings: Mapping[str, Setting], tokens: Tensor, first: int) -> Iterator[dict[str, Any]]:
+    """Measure each setting, the first of which is the reference. tokens: [B, T] int64; first: index of the first scored token."""
     reference = None
     for name, setting in settings.items():
-        nll, kv_bytes = measured(hf, setting, tokens, prefix)
+        nll, kv_bytes = measured(hf, setting, tokens, first)
         reference = nll if reference is None else reference
         yield {
             "policy": name, "capacity": setting.capacity, "nll": round(nll, 5),
@@ -92,8 +95,8 @@ def _rows(hf: PreTrainedModel, settings: Mapping[str, Setting], tokens: Tensor, 
         }  # fmt: skip
 
 
-def measured(hf: PreTrainedModel, setting: Setting, tokens: Tensor, prefix: int) -> tuple[float, int]:
-    """Read streams, and return the mean NLL of their tokens after the prefix and the first, and the bytes of K and V held.
+def measured(hf: PreTrainedModel, setting: Setting, tokens: Tensor, first: int) -> tuple[float, int]:
+    """Read streams, and return the mean NLL of their tokens from index `first` on, and the bytes of K and V held.
 
     Raises:
         UserError: the decoder can't serve the model or the policy.
@@ -106,6 +109,6 @@ def measured(hf: PreTrainedModel, setting: Setting, tokens: Tensor, prefix: int)
         read = PlainDecoder(hf, setting, len(tokens))
     except (ValueError, LookupError) as error:
         raise UserError(f"shared-kv: {error}") from None
-    logits = read(tokens[:, :-1])[:, max(0, prefix - 1) :]
-    nll = cross_entropy(logits.flatten(0, 1).double(), tokens[:, max(1, prefix) :].flatten())
+    logits = read(tokens[:, :-1])[:, first - 1 :]
+    nll = cross_entropy(logits.flatten(0, 1).double(), tokens[:, first:].flatten())
     return float(nll), read.kv_bytes
