@@ -17,13 +17,13 @@ from kvbench.harness.core import plugins
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.policies import Policy
 
-_EXAMPLES = 1  # of a command, at most
 _ALIKE = ("--data", "--device", "--dry-run", "--dtype", "--fresh", "--json", "--model", "--threads")  # described once
 _ALIKE_FIELDS = ("context", "data_seed", "sample_seed", "side_by_side", "split")  # of tasks, described once
+_NAMED_ONLY = ("attention", "divergence", "trace", "turns")  # tasks whose options are named, not described
 
 
 def commands() -> str:
-    """Return a section for each command, `bench run` first: its help and the options that no section above describes."""
+    """Return a section for each command, `bench run` first: its help, and the options that no section above describes."""
     known: set[tuple[str, str]] = set()
     found = sorted(_commands(cli, ()), key=lambda item: (item[0] != ("run",), item[0]))
     return "\n".join(line for path, command in found for line in _command(path, command, known))
@@ -41,10 +41,13 @@ def _commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[t
 def _command(path: tuple[str, ...], command: click.Command, known: set[tuple[str, str]]) -> list[str]:
     context = click.Context(command, info_name=" ".join(("bench", *path)))
     text, _, examples = (command.help or "").partition("\b\n")
-    arguments = " ".join(command.collect_usage_pieces(context)).replace("[OPTIONS]", "").strip()
-    lines = [f"### bench {' '.join(path)}", "", " ".join(text.split("\n\n")[0].split()), ""]
-    shown = examples.strip() or f"bench {' '.join(path)} {arguments}"
-    lines += ["```", *(line.strip() for line in shown.splitlines()[:_EXAMPLES]), "```", ""]
+    usage = " ".join(["bench", *path, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
+    lines = [f"### {usage}", "", " ".join(text.split("\n\n")[0].split()), ""]
+    example = examples.strip().split("\n")[0]
+    if example.startswith(f"bench {' '.join(path)} ") and " --" in example:
+        lines += ["```", example, "```", ""]
+    if command.callback is None or command.callback.__module__.startswith("kvbench.lab"):
+        return lines
     records = [option.get_help_record(context) for option in command.params if isinstance(option, click.Option)]
     keys = {
         (record[0].split()[0].split(",")[0], "") if record[0].startswith(_ALIKE) else record: record
@@ -64,7 +67,7 @@ def _option(names: str) -> str:
 
 def _without_range(about: str) -> str:
     """Leave out the range of a number: `[default: 8; x>=1]` becomes `[default: 8]`."""
-    return re.sub(r" \[[^]:]*<?>?=[^]:]*\]", "", re.sub(r"; [^];]*x[^];]*\]", "]", about))
+    return re.sub(r" \[[^]:]*x[<>][^]]*\]|; [^][;]*x[<>][^][;]*(?=\])", "", about)
 
 
 def suite() -> str:
@@ -76,9 +79,17 @@ def suite() -> str:
 def tasks() -> str:
     """Return the options of each task; one that an earlier task describes in the same words is only named."""
     known: set[str] = set()
-    return "\n".join(
-        f"### `{name}`\n\n{_fields(task.options, known)}\n" for name, task in sorted(plugins.working_tasks().items())
-    )
+    sections = {
+        name: _named(task.options) if name in _NAMED_ONLY else _fields(task.options, known)
+        for name, task in sorted(plugins.working_tasks().items())
+    }
+    return "\n".join(f"### `{name}`\n\n{fields}\n" for name, fields in sections.items())
+
+
+def _named(model: type[BaseModel]) -> str:
+    """Return one line that names the fields with their defaults."""
+    fields = [_field(name, field) for name, field in model.model_fields.items() if name != "name"]
+    return ", ".join(field.split(":")[0].removeprefix("- ") for field in fields)
 
 
 def _fields(model: type[BaseModel], known: set[str] | None = None) -> str:
@@ -97,30 +108,26 @@ def _name(line: str) -> str:
 
 
 def _field(name: str, field: Any) -> str:
-    default = "" if field.is_required() or field.default is None else f" ({_default(field.default)})"
-    return f"- `{name}`{default}" + (f": {field.description}" if field.description else "")
+    default = "" if field.is_required() or field.default in (None, "") else f" ({_default(field.default)})"
+    about = re.sub(r"; (?:none|all|0) if not given$", "", field.description or "")
+    return f"- `{name}`{default}" + (f": {about}" if about else "")
 
 
 def policies() -> str:
-    """Return a section for each policy: what it keeps, its parameters, its source, and where it differs."""
+    """Return a section for each policy: what it keeps, its parameters, and its source, which links to the code."""
     return "\n".join(_policy(name, kind) for name, kind in plugins.working_policies().items())
 
 
 def _policy(name: str, kind: type[Policy]) -> str:
-    """Return the section of a policy. Its module's docstring names source and differences, its class what is kept."""
+    """Return the section of a policy. Its module's docstring names the source, its class what is kept."""
     text = " ".join((sys.modules[kind.__module__].__doc__ or "").split("\n\nWords:")[0].split())
-    about, _, differs = text.partition(" Differs: ")
-    _, _, source = about.partition(" Source: ")
+    source = text.partition(" Differs: ")[0].partition(" Source: ")[2]
     keeps = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
     lines = [keeps]
     fields = ", ".join(_parameter(field) for field in dataclasses.fields(kind) if field.name != "sha256")
     lines += [f"Parameters: {fields}."] if fields else []
-    lines += (
-        [f"Source: {_sentence(source).split('; ')[0].rstrip('.')}. [Code](../policies/{kind.__module__.rsplit('.', 1)[-1]}.py)"]
-        if source
-        else []
-    )
-    lines += [f"Differs: {_sentence(differs)}"] if differs else []
+    code = f"../policies/{kind.__module__.rsplit('.', 1)[-1]}.py"
+    lines += [f"[{_without_place(_first_clause(source))}]({code})." if source else f"[Code]({code})."]
     return f"### `{name}`\n\n" + "  \n".join(lines) + "\n"
 
 
@@ -137,9 +144,14 @@ def _default(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
-def _sentence(text: str) -> str:
-    """Return the first sentence; dots of abbreviations and numbers do not end one."""
-    return re.split(r"(?<=[a-z0-9)`'\"]\.) (?=[A-Z`])", text)[0]
+def _first_clause(text: str) -> str:
+    """Return the first sentence up to a semicolon; dots of abbreviations and numbers do not end a sentence."""
+    return re.split(r"(?<=[a-z0-9)`'\"]\.) (?=[A-Z`])|; ", text)[0].rstrip(".")
+
+
+def _without_place(source: str) -> str:
+    """Leave out the place in the paper: the code names section, equation or algorithm."""
+    return re.split(r"(?<=\d), (?=Section|Algorithm|Fig|Eq)", source)[0]
 
 
 if __name__ == "__main__":
