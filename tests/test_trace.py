@@ -324,7 +324,7 @@ def test_every_figure_but_bytes_follows_from_the_trace_file(measured):
         assert problems(record, path.parent) == []
         again = Trace.from_trace(record, path)
         assert set(record.metrics.as_json()) - set(again) == {"kv_bytes", "state_bytes"}
-    sizes = {e.cell.id: e.kv_bytes // Trace.streams(e.cell.task) for e in estimates(cells, "cpu")}
+    sizes = {e.cell.id: e.kv_bytes // Trace.workload(e.cell.task).side_by_side for e in estimates(cells, "cpu")}
     bounded = {r.cell_id: r.metrics.kv_bytes for r in records if r.cell.most_kept is not None}
     assert bounded == {cell: sizes[cell] for cell in bounded}
 

@@ -32,7 +32,8 @@ _MIN_MERGED_ROWS = 4
 @click.argument("b", default=RESULTS, envvar=RESULTS_VARIABLE, type=FILLED)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 @click.option("--markdown", is_flag=True, help="Print as Markdown, for a comment on a pull request.")
-def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
+@click.option("--all", "every", is_flag=True, help="Show unchanged figures on a terminal, too; a pipe always gets them.")
+def compare(a: str, b: str, as_json: bool, markdown: bool, every: bool) -> None:
     """Judge the records B against A, metric by metric.
 
     A and B are each a record's file, a folder of records, or a git revision. B defaults to BENCH_RESULTS or ./results. Records
@@ -56,8 +57,11 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     elif markdown:
         click.echo(comparison.markdown(judged, a, b), nl=False)
     else:
-        print_rows([x.cells() for x in judged], False)
-        click.echo(comparison.summary(judged), err=True)
+        shown = [x for x in judged if x.difference.verdict != "same"] if sys.stdout.isatty() and not every else judged
+        if shown:
+            print_rows([x.cells() for x in shown], False)
+        hidden = f" ({len(judged) - len(shown)} not shown: --all)" if len(shown) < len(judged) else ""
+        click.echo(comparison.summary(judged) + hidden, err=True)
 
 
 @click.command()

@@ -74,7 +74,7 @@ def _held_tokens(record: Record) -> float | None:
     held, shapes, item = record.metrics.kv_held_bytes, record.facts.kv_shapes, ITEM_BYTES.get(record.cell.model.dtype)
     if not held or not shapes or item is None or record.cell.stored:
         return None
-    streams, _ = task_of(record).cached_tokens(record) or (1, None)
+    streams = task_of(record).workload(record.cell.task).kv_streams
     return held / (streams * item * sum(s.layers * s.heads * (s.key_dim + s.value_dim) for s in shapes))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import IO, Any, ClassVar, Literal
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.workload import Workload
 from kvbench.harness.records import Record
 from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.cell import Options
@@ -153,9 +154,9 @@ class TaskReport:
         return iter(())
 
     @classmethod
-    def streams(cls, options: Any) -> int:
-        """Number of streams whose caches a cell holds at once. Every count of K/V bytes uses it."""
-        return 1
+    def workload(cls, options: Any) -> Workload:
+        """Sizes of a cell's work; pages need `kv_streams` alone."""
+        return Workload(sequences=1, length=0)
 
     @classmethod
     def question_streams(cls, record: Record) -> int | None:
@@ -163,10 +164,9 @@ class TaskReport:
         return None
 
     @classmethod
-    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """(streams, tokens per stream) that its cache holds at most, without the free slot; None if unknown."""
-        tokens = record.cell.most_kept
-        return None if tokens is None else (cls.streams(record.cell.task), tokens)
+    def cached_tokens(cls, record: Record) -> int | None:
+        """Most tokens of a stream that its cache holds, without the free slot; None if unknown."""
+        return record.cell.most_kept
 
     @classmethod
     def headline(cls, record: Record) -> str:

@@ -137,10 +137,9 @@ def kv_bytes(record: Record) -> int | None:
         return None
     if cell.policy in CACHELESS or record.facts.method == "windows run afresh":
         return 0
-    item, held = ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)
-    if shapes is None or item is None or held is None:
+    item, tokens = ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)
+    if shapes is None or item is None or tokens is None:
         return None
-    streams, tokens = held
     slots = tokens + 1 if cell.capacity is not None else _whole_buckets(tokens)
     spare = at_once(cell.moment) - 1
     total = 0
@@ -148,7 +147,7 @@ def kv_bytes(record: Record) -> int | None:
         each = min(slots, (s.sliding_window or slots) + spare)
         plain = each * (s.key_dim + s.value_dim) * item
         total += s.layers * s.heads * (plain if codec is None else codec.allocated(each, s.key_dim, s.value_dim, item))
-    return streams * total
+    return task_of(record).workload(cell.task).kv_streams * total
 
 
 def _whole_buckets(tokens: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from kvbench.harness.core import plugins
 from kvbench.harness.core.device import best_seconds, multiply_rate
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.resets import holds_kv, read_per_token
@@ -100,14 +99,14 @@ class Estimator:
 
     def _measured_seconds(self, cell: Cell, checked: set[Any]) -> float | None:
         """Seconds of a cell by short reads on its model; None if there are none."""
-        speeds, task = self.speeds(cell.model), plugins.task_class(cell.task.name)
-        rates = None if speeds is None else speeds.rates(cell, task.at_once(cell.task), task.longest(cell.task))
+        speeds, work = self.speeds(cell.model), cell.workload
+        rates = None if speeds is None else speeds.rates(cell, work.side_by_side, work.length)
         if speeds is None or rates is None:
             return None
         key = cell.model, repr(cell.policy), cell.capacity, cell.positions, cell.evict, cell.kv
         check = 0.0 if key in checked else speeds.check_seconds(rates)
         checked.add(key)
-        return check + task.seconds(cell.task, rates.token, rates.step)
+        return check + work.seconds(rates.token, rates.step)
 
     def _shape(self, spec: ModelSpec) -> ModelShape | None:
         """The shape from the model's config; None if neither directory, cache nor hub has it."""
@@ -125,12 +124,12 @@ def _weight_bytes(spec: ModelSpec, shape: ModelShape) -> int:
 
 def _seconds(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> float:
     """Estimate a cell's seconds without a trial, from its matrix products and the small operations of the walk."""
-    task = plugins.task_class(cell.task.name)
-    tokens = task.total(cell.task)
-    attended = (cell.capacity or task.longest(cell.task)) + 1
+    work = cell.workload
+    tokens = work.tokens
+    attended = (cell.capacity or work.length) + 1
     per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
     if not holds_kv(cell.policy):
-        return task.windows(cell.task) * attended * per_token / rate
+        return work.recomputed_windows * attended * per_token / rate
     if not cell.policy.caches:
         return tokens * read_per_token(cell.policy, cell.capacity or 1) * per_token / rate
     walked = tokens if cell.policy.evicts else tokens / 256
@@ -141,6 +140,5 @@ def kv_bytes(cell: Cell, shape: ModelShape) -> int:
     """The most bytes of K and V that a cell holds, over all streams that must be read at once."""
     if not holds_kv(cell.policy):
         return 0
-    task = plugins.task_class(cell.task.name)
-    kept = cell.most_kept or task.longest(cell.task)
-    return shape.kv_bytes(kept, task.at_once(cell.task), DTYPES[cell.model.dtype].itemsize, cell.kv)
+    work = cell.workload
+    return shape.kv_bytes(cell.most_kept or work.length, work.side_by_side, DTYPES[cell.model.dtype].itemsize, cell.kv)

@@ -168,7 +168,7 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
     """Refuse caches that can't be allocated beside the weights, before anything is measured with this model."""
     free = sum(map(free_bytes, model.devices))
     for cell in cells:
-        task = plugins.task_class(cell.task.name)
+        task, work = plugins.task_class(cell.task.name), cell.workload
         if task.of_device:
             continue
         if not model.layers:  # it is only watched
@@ -177,8 +177,8 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
                 raise UserError(f"{cell.label}: {name} can be looked at, but the loop can't drive it, so only dense has figures")
             continue
         if cell.most_kept is not None and holds_kv(cell.policy):
-            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, task.streams(cell.task), cell.kv), free, model.device)
-        _refuse_wrong_budgets(cell, task.prompt_tokens(cell.task), model)
+            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, work.side_by_side, cell.kv), free, model.device)
+        _refuse_wrong_budgets(cell, work.prompt or None, model)
 
 
 def _refuse_wrong_budgets(cell: Cell, prompt: int | None, model: Model) -> None:

@@ -156,7 +156,7 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
     """
     if needed <= free:
         return
-    streams = plugins.task_class(cell.task.name).at_once(cell.task)
+    streams = cell.workload.side_by_side
     side_by_side, instead = (f" for {streams:,} streams side by side", " or run fewer streams") if streams > 1 else ("", "")
     raise UserError(
         f"{cell.label}: its K/V slots take {needed / 2**30:,.1f} GiB{side_by_side}, but only {free / 2**30:,.1f} GiB are free on "

@@ -55,20 +55,20 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
     if isinstance(config.policy, Contestant):
         return _own_reading(model, config, task, options, block, walk)
     facts: dict[str, Any] = {}
+    work = task.workload(options)
     way = _BETWEEN_RESETS if holds_kv(config.policy) else "windows run afresh"
     check = FastCheck(TOKEN_BY_TOKEN, way, way, 0.0)
     if config.policy.caches:
         by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
-        check = by_walk if walk else remembered_check(model, config, task.at_once(options), task.times_steps)
+        check = by_walk if walk else remembered_check(model, config, work.side_by_side, task.times_steps)
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})
     is_fast = check.blocks in _FAST and not task.of_device
-    streams = 1 if task.block_of_all else task.at_once(options)
+    streams = 1 if work.block_of_all else work.side_by_side
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})
-    at_once = task.at_once(options)
-    facts.update({"side_by_side": {"streams": at_once}} if at_once < task.streams(options) else {})
+    facts.update({"side_by_side": {"streams": work.side_by_side}} if work.side_by_side < work.kv_streams else {})
     budgets = _kind_of_budgets(model, config)
     facts.update({"budgets": budgets} if budgets else {})
     slow = ""
@@ -81,7 +81,8 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
 def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
     """The reading of somebody else's cache. The arguments are those of `choose_reading`."""
     check = own_loop(model, config, walk)
-    streams = 1 if task.block_of_all else task.at_once(options)
+    work = task.workload(options)
+    streams = 1 if work.block_of_all else work.side_by_side
     block = block or (_block_that_fits(model, streams) if check.loop.blocks > MAX_BLOCK_TOKENS else PLAIN_BLOCK_TOKENS)
     how = f"the model's own attention ({check.loop.attention})"
     facts = {"block": block, "method": f"{how}, {'token by token' if check.slow else 'in blocks'}", "step": how}

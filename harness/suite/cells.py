@@ -13,15 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel
-
 from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.evict import Evict, at_once, evict_as_json, evict_words
 from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
+from kvbench.harness.core.workload import Workload
 from kvbench.harness.records import digest
-from kvbench.harness.records.cell import CellSpec, flat
+from kvbench.harness.records.cell import CellSpec, Options, flat
 from kvbench.harness.suite.axes import evict_from, multiplied
 from kvbench.harness.suite.entries import Entry, capacity_of, entries
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
@@ -72,9 +71,15 @@ class Cell:
         return digest(self.as_json())
 
     @property
+    def workload(self) -> Workload:
+        """Sizes of its work."""
+        work: Workload = plugins.task_class(self.task.name).workload(self.task)
+        return work
+
+    @property
     def reference(self) -> Cell | None:
         """The cell whose record its task needs while this one is measured; None if it needs none, or is such a cell itself."""
-        name = plugins.task_class(self.task.name).reference(self.task)
+        name = self.workload.reference
         if name is None or (self.name == name and self.kv is None):
             return None
         policy = policy_from(name, {})
@@ -270,7 +275,7 @@ class _TaskEntry(NamedTuple):
     """A task, and what it is for."""
 
     task: type[Any]  # a `Task`
-    options: BaseModel
+    options: Options
     policies: list[str] | None  # names; None: all
     evicts: list[Evict] | None  # None: all
     location: Location  # in the suite's file
@@ -314,20 +319,22 @@ def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source)
     Raises:
         UserError: it can't be known, the policy can't serve it, or the task can't be measured with this moment of eviction.
     """
-    refused = given.task.why_not(given.options, entry.evict)
-    if refused:
-        raise source.error((*entry.location, "evict"), f"evict: {refused}")
+    work = given.task.workload(given.options)
+    if entry.evict == "prompt" and (work.not_after_prompt or work.prompt == 0):
+        refused = work.not_after_prompt or f"prompt waits for the end of a prompt, but task {given.options.name} has none"
+        hint = ": give it prompt: TOKENS" if getattr(given.options, "prompt", 0) is None else ""
+        raise source.error((*entry.location, "evict"), f"evict: {refused}{hint}")
     if entry.budget is None or isinstance(entry.budget, int):
         return entry.budget
     try:
-        capacity = capacity_of(entry, entry.budget, model, given.task.prompt_tokens(given.options))
+        capacity = capacity_of(entry, entry.budget, model, work.prompt or None)
     except ValueError as error:
         raise source.error((*entry.location, "capacity"), f"capacity: {error}") from None
     entry.refuse_if_unfit(capacity, source)
     return capacity
 
 
-def _task(value: dict[str, Any], source: Source, location: Location) -> tuple[type[Any], BaseModel]:
+def _task(value: dict[str, Any], source: Source, location: Location) -> tuple[type[Any], Options]:
     name = value.get("name")
     if not isinstance(name, str):
         raise source.error(location, "the task's 'name' is missing")

@@ -8,7 +8,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, PeakMetrics, ScoreMetrics, StepMetrics
 from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT, TIME, Compared, Unchecked, near
 from kvbench.harness.records.types import Amount, Count, Duration, Nats, Number, Part, Positive, Share
-from kvbench.harness.tasks.task import Data, Job, MeasurementError, Metrics, Options, RandomTokens, Task, Tokenizer
+from kvbench.harness.tasks.task import Data, Job, MeasurementError, Metrics, Options, RandomTokens, Task, Tokenizer, Workload
 
 __all__ = [
     "ANSWERED",
@@ -39,5 +39,6 @@ __all__ = [
     "Task",
     "Tokenizer",
     "Unchecked",
+    "Workload",
     "near",
 ]

@@ -19,7 +19,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, count, table, task_line
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, about_intervals, percent_or_status
-from kvbench.harness.tasks.task import Job, Options, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
     from kvbench.harness.data.questions import QuizData
@@ -63,20 +63,12 @@ class ArcStream(AnsweringTask):
             scripts[-1].ask(f"Question: {item.question}\n{choices}Answer:", item.answer, f" {item.answer}\n\n")
         return quiz_data(scripts, source, tokenizer())
 
-    @staticmethod
-    def total(options: ArcStreamOptions) -> int:
-        """About 60 tokens per question."""
-        return 60 * (options.questions or 2376)
-
     @classmethod
-    def longest(cls, options: ArcStreamOptions) -> int:
-        """Tokens of the longest stream: of a single question if each gets a fresh cache, else of the whole stream."""
-        return 60 if options.one_at_a_time else cls.total(options)
-
-    @classmethod
-    def windows(cls, options: ArcStreamOptions) -> float:
-        """About four tokens per answer."""
-        return 4 * (options.questions or 2376)
+    def workload(cls, options: ArcStreamOptions) -> Workload:
+        """About 60 tokens per question, and four per answer."""
+        questions = options.questions or 2376
+        streams = questions if options.one_at_a_time else 1
+        return Workload(sequences=streams, length=60 * questions // streams, steps=4 * questions)
 
     @staticmethod
     def run(options: ArcStreamOptions, job: Job) -> AnswerMetrics:

@@ -29,7 +29,7 @@ from kvbench.harness.report.markdown import cache_bytes, count, label, status, t
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces, judge_interval
 from kvbench.harness.tasks.common.samples import SampleOptions, Samples, buckets, samples
-from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,20 +139,10 @@ class Divergence(Task):
         """Pieces of books or of generated prose."""
         return samples(options, tokenizer, directory)
 
-    @staticmethod
-    def total(options: DivergenceOptions) -> int:
-        """Tokens of all samples."""
-        return options.samples * options.tokens
-
     @classmethod
-    def longest(cls, options: DivergenceOptions) -> int:
-        """A sample."""
-        return options.tokens
-
-    @classmethod
-    def prompt_tokens(cls, options: DivergenceOptions) -> int | None:
-        """The tokens of each sample that are its prompt."""
-        return options.prompt
+    def workload(cls, options: DivergenceOptions) -> Workload:
+        """Samples, one after the other."""
+        return Workload(sequences=options.samples, length=options.tokens, prompt=options.prompt or 0)
 
     @staticmethod
     def run(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
@@ -165,11 +155,10 @@ class Divergence(Task):
         return figures(np.load(trace), record.cell.task_options(DivergenceOptions).tokens)
 
     @classmethod
-    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """(streams, tokens each) cached at most; in an unbounded cache all tokens of a sample but the last, which is not read."""
-        if record.cell.capacity is not None or record.cell.evict == "prompt":
-            return super().cached_tokens(record)
-        return 1, record.cell.task_options(DivergenceOptions).tokens - 1
+    def cached_tokens(cls, record: Record) -> int | None:
+        """Most tokens of a sample in the cache; without a bound all but the last, which is not read."""
+        bounded = record.cell.capacity is not None or record.cell.evict == "prompt"
+        return super().cached_tokens(record) if bounded else record.cell.task_options(DivergenceOptions).tokens - 1
 
     @classmethod
     def headline(cls, record: Record) -> str:

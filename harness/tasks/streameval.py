@@ -23,7 +23,7 @@ from kvbench.harness.report.sections import on_device, row_label
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status
-from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer
+from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
     from kvbench.harness.data.questions import QuizData, Script
@@ -77,20 +77,11 @@ class StreamEval(AnsweringTask):
         scripts = [script(options, stream) for stream in range(options.streams)]
         return quiz_data(scripts, f"generated, data seed {options.data_seed}", tokenizer())
 
-    @staticmethod
-    def total(options: StreamEvalOptions) -> int:
-        """About 25 tokens per line."""
-        return options.streams * options.lines * 25
-
     @classmethod
-    def longest(cls, options: StreamEvalOptions) -> int:
-        """Tokens of a stream, because streams are read one after the other."""
-        return cls.total(options) // options.streams
-
-    @classmethod
-    def windows(cls, options: StreamEvalOptions) -> float:
-        """About ten tokens per answer."""
-        return options.streams * 10 * options.lines / options.query_every
+    def workload(cls, options: StreamEvalOptions) -> Workload:
+        """About 25 tokens per line, and ten per answer."""
+        answers = options.streams * options.lines // options.query_every
+        return Workload(sequences=options.streams, length=25 * options.lines, steps=10 * answers)
 
     @staticmethod
     def run(options: StreamEvalOptions, job: Job) -> AnswerMetrics:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from kvbench.harness.core.workload import Workload
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.metrics import Metrics
@@ -16,12 +17,22 @@ from kvbench.harness.report.task import TaskReport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.harness.core.evict import Evict
     from kvbench.harness.engine.decoder import CacheConfig, Decoder
     from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
 
-__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
+__all__ = [
+    "MAX_TOKENS",
+    "Data",
+    "Job",
+    "MeasurementError",
+    "Metrics",
+    "Options",
+    "RandomTokens",
+    "Task",
+    "Tokenizer",
+    "Workload",
+]
 
 Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loads the tokenizer
 
@@ -73,7 +84,7 @@ class Job:
     trace: Path  # file to write figures per token, question or step to
     progress: Callable[[int, str], None]  # called with (tokens done, the figure so far as text)
     open: Callable[..., Decoder] = field(default=_new_decoder)  # creates a decoder; tests replace it
-    reference: Record | None = None  # of the cell that the task's `reference` names
+    reference: Record | None = None  # of the cell that the workload's `reference` names
     all_at_once: bool = False  # read all streams at once, whatever the options say: a keep map holds one decoder
 
     def decoder(self, streams: int = 1) -> Decoder:
@@ -95,7 +106,6 @@ class Task(TaskReport, ABC):
     times_steps: ClassVar[bool] = False  # figures are times of single tokens, so it pays to compile the step of a model
     together: ClassVar[bool] = False  # cells of one model and the same options are measured interleaved, and finish together
     apart: ClassVar[bool] = False  # on a CPU, each cell runs in its own process
-    block_of_all: ClassVar[bool] = False  # a job's `block` counts the tokens of all streams together, not of each
     watches: ClassVar[bool] = False  # looks inside the model; it may do with one that the loop can't drive, which has no layers
 
     @staticmethod
@@ -107,10 +117,10 @@ class Task(TaskReport, ABC):
             UserError: the data is missing.
         """
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def total(options: Any) -> int:
-        """Upper bound of the tokens to process, for estimates before the data is loaded."""
+    def workload(cls, options: Any) -> Workload:
+        """Sizes of the work of a cell with these options."""
 
     @classmethod
     def data_reader(cls, options: Any) -> Callable[[Path], Any] | None:
@@ -125,62 +135,12 @@ class Task(TaskReport, ABC):
         return load_model(directory, *args, **kwargs)
 
     @classmethod
-    def longest(cls, options: Any) -> int:
-        """Approximate tokens of the longest stream, for estimates."""
-        return cls.total(options) // cls.streams(options)
-
-    @classmethod
-    def windows(cls, options: Any) -> float:
-        """Approximate number of windows that `recompute_window` computes, for estimates."""
-        return cls.total(options)
-
-    @classmethod
-    def seconds(cls, options: Any, token: float, step: float) -> float:
-        """Estimate the seconds of the measurement.
-
-        Args:
-            token: seconds of a token that is read in a block.
-            step: seconds of a decode step of the streams that are held at once.
-        """
-        return cls.total(options) * token
-
-    @classmethod
-    def at_once(cls, options: Any) -> int:
-        """The fewest streams whose caches must fit at once."""
-        return cls.streams(options)
-
-    @classmethod
     def tokens_read(cls, options: Any, data: Any) -> int | None:
         """Tokens that one decoder reads of every stream, side by side; None for a task that reads in another way.
 
         Keep maps (`--trace kept`) need it: they are written by wrapping that decoder.
         """
         return None
-
-    @classmethod
-    def reference(cls, options: Any) -> str | None:
-        """The policy whose record a cell needs while it is measured (`Job.reference`), at the same capacity; None if none.
-
-        The policy takes no parameters. Its cell is measured first, and has no reference itself.
-        """
-        return None
-
-    @classmethod
-    def has_prompt(cls, options: Any) -> bool:
-        """Whether its streams begin with a prompt, so that `evict: prompt` means something."""
-        return cls.prompt_tokens(options) is not None
-
-    @classmethod
-    def prompt_tokens(cls, options: Any) -> int | None:
-        """Length of its prompts, if that is one number known beforehand: capacities may be a share of it."""
-        return None
-
-    @classmethod
-    def why_not(cls, options: Any, evict: Evict) -> str:
-        """Why it can't be measured with this moment of eviction; empty if it can."""
-        if evict == "prompt" and not cls.has_prompt(options):
-            return f"prompt waits for the end of a prompt, but task {options.name} has none"
-        return ""
 
     @staticmethod
     def run(options: Any, job: Job) -> Metrics:

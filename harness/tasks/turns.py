@@ -31,7 +31,7 @@ from kvbench.harness.report.sections import device, on_device, row_label
 from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.report.task_charts import panels
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
-from kvbench.harness.tasks.task import Job, Options, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
     from kvbench.harness.data.questions import QuizData
@@ -201,30 +201,14 @@ class Turns(AnsweringTask):
         scripts, style = [conversation(options, stream) for stream in range(options.streams)], STYLES[options.data]
         return quiz_data(scripts, f"generated, data seed {options.data_seed}", tokenizer(), style.stop, style.most)
 
-    @staticmethod
-    def total(options: TurnsOptions) -> int:
-        """About as many tokens as the words of facts and questions have."""
-        if options.data == "scbench":
-            return options.streams * _SCBENCH_TOKENS
-        style = STYLES[options.data]
+    @classmethod
+    def workload(cls, options: TurnsOptions) -> Workload:
+        """About as many tokens as the words of facts and questions have. The prompt is the text before the first turn."""
+        style = STYLES[options.data] if options.data != "scbench" else None
         facts = options.system + options.facts + options.turns * (options.told + options.filler)
-        return options.streams * (style.fact_tokens * facts + style.asked_tokens * options.turns)
-
-    @classmethod
-    def longest(cls, options: TurnsOptions) -> int:
-        """Tokens of a conversation, because conversations are read one after the other."""
-        return cls.total(options) // options.streams
-
-    @classmethod
-    def windows(cls, options: TurnsOptions) -> float:
-        """The tokens of answers."""
-        most = scbench.MOST_ANSWER_TOKENS if options.data == "scbench" else STYLES[options.data].most or 6
-        return options.streams * options.turns * most
-
-    @classmethod
-    def has_prompt(cls, options: TurnsOptions) -> bool:
-        """True: the text before the first turn. It is cut before any question is seen."""
-        return True
+        length = style.fact_tokens * facts + style.asked_tokens * options.turns if style else _SCBENCH_TOKENS
+        answer = (style.most or 6) if style else scbench.MOST_ANSWER_TOKENS
+        return Workload(sequences=options.streams, length=length, steps=options.streams * options.turns * answer, prompt=None)
 
     @classmethod
     def is_right(cls, options: TurnsOptions, completion: str, gold: str) -> bool:

@@ -20,7 +20,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import digits, md, number, percent, short_titles, table
 from kvbench.harness.tasks import attention
 from kvbench.harness.tasks.attention import LINE, X_LAYER, Panel, layers_chart, policy_colour
-from kvbench.harness.tasks.task import Job, Options
+from kvbench.harness.tasks.task import Job, Options, Workload
 from kvbench.lab.attention.figures import OUTLIER_TIMES_MEDIAN, figures
 from kvbench.lab.attention.schema import AttentionMetrics, AttentionOptions, Patches
 
@@ -62,20 +62,10 @@ class AttentionTask(attention.AttentionTask):
 
         return load_image_reader
 
-    @staticmethod
-    def total(options: Any) -> int:
-        """Tokens of all samples."""
-        return int(options.samples * (options.tokens or _TOKENS_OF_AN_IMAGE))
-
     @classmethod
-    def longest(cls, options: Any) -> int:
-        """Tokens of a sample."""
-        return options.tokens or _TOKENS_OF_AN_IMAGE
-
-    @classmethod
-    def prompt_tokens(cls, options: AttentionOptions) -> int | None:
-        """The tokens of each sample that are its prompt."""
-        return options.prompt
+    def workload(cls, options: AttentionOptions) -> Workload:
+        """Samples, one after the other; policies may evict after a prompt."""
+        return Workload(sequences=options.samples, length=options.tokens or _TOKENS_OF_AN_IMAGE, prompt=options.prompt or 0)
 
     @classmethod
     def load_model(cls, directory: Path, *args: Any, **kwargs: Any) -> Model:

@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import archive
@@ -50,8 +51,8 @@ NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # a machine with torch
 SOURCES = ("kvbench", "policies", "harness", "lab", "suites", "tests")
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".yaml", ".json")
 # What a GPU image lacks beside NEEDED. A rehearsal does without it, too.
-ABSENT = ("arch", "axe_playwright_python", "datasets", "jsonschema", "lm_eval", "playwright", "ray", "vl_convert")
-BUNDLED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")  # by `make gpu-wheels`
+ABSENT = ("arch", "axe_playwright_python", "datasets", "gguf", "jsonschema", "lm_eval", "playwright", "ray", "vl_convert")
+BUNDLED = ("gguf", "pydantic", "pydantic_core", "annotated_types", "typing_inspection")  # by `make gpu-wheels`
 STATE, REHEARSAL, PAGE = "gpu-run.state", "gpu-rehearsal.state", "gpu.md"  # a folder of records holds no other .json than these
 PACKING_SECONDS = 3.0  # that the page and the archive may take at the end
 SHOWN_LINES = {True: 3, False: page.TAIL_LINES}  # of the log of a stage that was ok, or wasn't
@@ -77,10 +78,10 @@ sys.meta_path[:] = [Without(x) if hasattr(x, "find_spec") else x for x in sys.me
 """
 
 
-def environment(folder: str, seconds: float, rehearse: bool, results: Path) -> dict[str, str]:
-    """The stages' environment: the checkout, and bundled packages that are missing here, installed into a folder."""
+def environment(folder: str, seconds: float, needed: Sequence[str], rehearse: bool, results: Path) -> dict[str, str]:
+    """Return the stages' environment: the checkout, and needed packages that are missing here, installed into a folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     wheels = sorted(str(p) for p in (ROOT / ".whl").glob("*.whl"))
     if wheels and (missing or rehearse):
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder]
@@ -135,7 +136,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
     parser.add_argument("--archive", type=Path, help="file that state, records, logs and page are packed into")
     parser.add_argument("--from", dest="before", type=Path, help="archive of an earlier call, to go on from")
-    parser.add_argument("--model", help="of the perplexity: a directory")
+    parser.add_argument("--model", help="of the perplexity: a directory, or a GGUF file")
     parser.add_argument("--data", help="of the perplexity: a directory of books")
     parser.add_argument("--again", action="store_true", help="repeat stages that were ok in an earlier call")
     parser.add_argument("--rehearse", action="store_true", help="the same stages on the CPU, small, to see that they run")
@@ -155,6 +156,7 @@ def main() -> int:
     results.mkdir(parents=True, exist_ok=True)
     if arguments.before is not None:
         archive.unpack(arguments.before, results)
+    needed = (*NEEDED, "gguf") if str(arguments.model).endswith(".gguf") else NEEDED
     device = device_name(arguments.rehearse, arguments.seconds / 2)
     key = {"device": device, "torch": importlib.metadata.version("torch"), "sources": sources_digest()}
     state, stages = State(results / name, key), all_stages(arguments.rehearse, arguments.model, arguments.data)
@@ -174,7 +176,7 @@ def main() -> int:
             print(f"not packed: {error}", flush=True)
 
     with tempfile.TemporaryDirectory() as packages:
-        variables = environment(packages, end - time.monotonic(), arguments.rehearse, results)
+        variables = environment(packages, end - time.monotonic(), needed, arguments.rehearse, results)
 
         def execute(stage: Stage, seconds: float) -> int | None:
             log = results / page.LOGS / stage.log

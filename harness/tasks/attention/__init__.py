@@ -21,7 +21,7 @@ from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.tasks.attention.figures import figures
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
-from kvbench.harness.tasks.task import Job, Options, Task
+from kvbench.harness.tasks.task import Job, Options, Task, Workload
 
 _CELL_PIXELS, _MOST_PIXELS = 26, 480  # of the heatmap of heads
 _SHADES = {"scheme": "blues"}
@@ -59,15 +59,10 @@ class AttentionTask(Task):
 
         return samples(options, tokenizer, directory)
 
-    @staticmethod
-    def total(options: AttentionOptions) -> int:
-        """Tokens of all samples."""
-        return options.samples * options.tokens
-
     @classmethod
-    def longest(cls, options: AttentionOptions) -> int:
-        """Tokens of a sample."""
-        return options.tokens
+    def workload(cls, options: Any) -> Workload:
+        """Samples, one after the other."""
+        return Workload(sequences=options.samples, length=options.tokens)
 
     @staticmethod
     def run(options: Any, job: Job) -> AttentionMetrics:

@@ -62,11 +62,6 @@ class AnsweringTask(Task):
         return right_answers(record)
 
     @classmethod
-    def seconds(cls, options: Any, token: float, step: float) -> float:
-        """Estimate the seconds: those of the text, and those of the answers, which are generated token by token."""
-        return cls.total(options) * token + cls.windows(options) * step
-
-    @classmethod
     def question_streams(cls, record: Record) -> int | None:
         """Number of streams that were read; 1 for older records without it; None if every question has its own cache."""
         metrics, streams = record.measured(AnswerMetrics), getattr(record.data, "streams", None) or 1

@@ -9,6 +9,7 @@ stream between it and a timed point is not: random K and V stand for it in the c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal, Self
 
@@ -27,7 +28,7 @@ from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import over_capacity
-from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer
+from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 _LARGEST_CACHE = 2**28  # bytes of a processor's cache, from which weights and K/V may come faster than from memory
 # Of the roofline's time: rates vary by some percent from one measurement to the next, and a cache is up to five times as fast as
@@ -124,6 +125,21 @@ class LatencyMetrics(StepMetrics):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rounds(Workload):
+    """Steps timed in rounds of bounded length."""
+
+    options: LatencyOptions
+
+    def seconds(self, token: float, step: float) -> float:
+        """Prompts, a stream in each sitting, and rounds of steps at each point of the stream and in each sitting."""
+        options = self.options
+        points = options.sittings + max(0, (options.tokens // FIRST_POINT).bit_length())
+        steps = max(1, min(options.steps, int(MAX_ROUND_MS / max(1e3 * step, 1e-6)))) * options.rounds + WARM_UP_STEPS
+        read = (PROMPTS + options.sittings) * options.prompt + options.sittings * options.tokens
+        return read * options.batch * token + (points * steps + BOOKKEEPING_STEPS) * step
+
+
 class Latency(Task):
     """Milliseconds of a decode step over a stream, also as a multiple of the roofline."""
 
@@ -141,28 +157,17 @@ class Latency(Task):
         """Random tokens."""
         return RandomTokens(options.tokens)
 
-    @staticmethod
-    def total(options: LatencyOptions) -> int:
-        """The tokens of all streams."""
-        return options.tokens * options.batch
-
     @classmethod
-    def streams(cls, options: LatencyOptions) -> int:
-        """The batch size."""
-        return options.batch
-
-    @classmethod
-    def windows(cls, options: LatencyOptions) -> float:
-        """Number of windows: one per timed step, in all sittings and at about five points of the stream."""
-        return options.batch * options.rounds * options.steps * (options.sittings + 5)
-
-    @classmethod
-    def seconds(cls, options: LatencyOptions, token: float, step: float) -> float:
-        """Prompts, a stream in each sitting, and rounds of steps at each point of the stream and in each sitting."""
-        points = options.sittings + max(0, (options.tokens // FIRST_POINT).bit_length())
-        steps = max(1, min(options.steps, int(MAX_ROUND_MS / max(1e3 * step, 1e-6)))) * options.rounds + WARM_UP_STEPS
-        read = (PROMPTS + options.sittings) * options.prompt + options.sittings * options.tokens
-        return read * options.batch * token + (points * steps + BOOKKEEPING_STEPS) * step
+    def workload(cls, options: LatencyOptions) -> Workload:
+        """Streams side by side, and rounds of steps in each sitting and at about five points of the stream."""
+        return _Rounds(
+            sequences=options.batch,
+            length=options.tokens,
+            side_by_side=options.batch,
+            kv_streams=options.batch,
+            steps=options.rounds * options.steps * (options.sittings + 5),
+            options=options,
+        )
 
     @classmethod
     def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:

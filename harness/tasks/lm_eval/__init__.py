@@ -29,10 +29,9 @@ from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.common.answers import right_answers
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
-    from kvbench.harness.core.evict import Evict
     from kvbench.harness.tasks.lm_eval.measure import LmEvalData
 
 _QUESTIONS, _PROMPT_TOKENS, _ANSWER_TOKENS = 1000, 400, 8  # guesses, for estimates
@@ -51,7 +50,6 @@ class LmEval(Task):
     axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length", *_GENERATION)
     shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt", "question")
     never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt", "question")  # query-aware and query-blind scores don't mix
-    block_of_all: ClassVar[bool] = True
 
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
@@ -60,45 +58,21 @@ class LmEval(Task):
 
         return requests(options, tokenizer(), directory)
 
-    @staticmethod
-    def total(options: LmEvalOptions) -> int:
-        """A guess: a thousand questions, four answers each, a hundred tokens per answer, unless options set the last two."""
-        answers = (options.samples or 1) * options.max_gen_toks if options.max_gen_toks else 400 * (options.samples or 1)
-        return answers * (options.limit or 1000)
-
     @classmethod
-    def streams(cls, options: LmEvalOptions) -> int:
-        """Number of requests in a batch."""
-        return options.batch
-
-    @classmethod
-    def longest(cls, options: LmEvalOptions) -> int:
-        """A guess, unless an option sets the length of prompts."""
-        return (options.max_seq_length or options.prompt_tokens or 1000) + (options.max_gen_toks or 0)
-
-    @classmethod
-    def seconds(cls, options: LmEvalOptions, token: float, step: float) -> float:
-        """Prompts of a guessed length, and answers that batches decode step by step."""
+    def workload(cls, options: LmEvalOptions) -> Workload:
+        """Guesses, where no option decides. A task that scores whole texts has no prompt, which is only noticed when it runs."""
         answers = (options.limit or _QUESTIONS) * (options.samples or 1)
-        steps = (options.max_gen_toks or _ANSWER_TOKENS) * math.ceil(answers / cls.streams(options))
-        return answers * (options.max_seq_length or _PROMPT_TOKENS) * token + steps * step
-
-    @classmethod
-    def has_prompt(cls, options: LmEvalOptions) -> bool:
-        """True; a task that scores whole texts is only noticed when it runs."""
-        return True
-
-    @classmethod
-    def prompt_tokens(cls, options: LmEvalOptions) -> int | None:
-        """The length that tasks make their prompts for (RULER)."""
-        return options.max_seq_length
-
-    @classmethod
-    def why_not(cls, options: LmEvalOptions, evict: Evict) -> str:
-        """Eviction after the prompt is itself a way to read prompts, so it excludes the option `prompt`."""
-        if evict == "prompt" and options.prompt != "stream":
-            return f"prompt reads the whole prompt and evicts at its end, so this task can't have prompt: {options.prompt}"
-        return super().why_not(options, evict)
+        prompt, answer = options.max_seq_length or options.prompt_tokens or _PROMPT_TOKENS, options.max_gen_toks or _ANSWER_TOKENS
+        whole = f"prompt reads the whole prompt and evicts at its end, so this task can't have prompt: {options.prompt}"
+        return Workload(
+            sequences=answers,
+            length=prompt + answer,
+            side_by_side=options.batch,
+            block_of_all=True,
+            steps=answer * math.ceil(answers / options.batch),
+            prompt=options.max_seq_length,
+            not_after_prompt="" if options.prompt == "stream" else whole,
+        )
 
     @staticmethod
     def run(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
@@ -128,11 +102,9 @@ class LmEval(Task):
             yield from ((f"pass_at.{k}", float(metrics.solved(int(k)).mean())) for k in metrics.pass_at)
 
     @classmethod
-    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """(1, tokens of a request) cached at most; None unless prompts are streamed."""
-        tokens = record.cell.most_kept
-        streamed = record.cell.task_options(LmEvalOptions).prompt == "stream"
-        return (1, tokens) if streamed and tokens is not None else None
+    def cached_tokens(cls, record: Record) -> int | None:
+        """Most tokens of a request in the cache; None unless prompts are streamed."""
+        return super().cached_tokens(record) if record.cell.task_options(LmEvalOptions).prompt == "stream" else None
 
     @classmethod
     def headline(cls, record: Record) -> str:

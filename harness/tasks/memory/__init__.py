@@ -20,7 +20,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.verify import kv_bytes
-from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer
+from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 
 class MemoryOptions(Options):
@@ -65,20 +65,17 @@ class Memory(Task):
         """Random tokens."""
         return RandomTokens(options.tokens)
 
-    @staticmethod
-    def total(options: MemoryOptions) -> int:
-        """The tokens of all streams."""
-        return options.tokens * options.batch
-
     @classmethod
-    def streams(cls, options: MemoryOptions) -> int:
-        """The batch size."""
-        return options.batch
-
-    @classmethod
-    def windows(cls, options: MemoryOptions) -> float:
-        """Number of windows: one per block."""
-        return options.batch * options.tokens / 256
+    def workload(cls, options: MemoryOptions) -> Workload:
+        """Streams side by side. A window is recomputed once per block of 256 tokens."""
+        streams = options.batch
+        return Workload(
+            sequences=streams,
+            length=options.tokens,
+            side_by_side=streams,
+            kv_streams=streams,
+            windows=streams * options.tokens / 256,
+        )
 
     @staticmethod
     def run(options: MemoryOptions, job: Job) -> MemoryMetrics:
@@ -100,10 +97,9 @@ class Memory(Task):
             yield "expected_kv_bytes", expected
 
     @classmethod
-    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
+    def cached_tokens(cls, record: Record) -> int | None:
         """The capacity, or the whole stream if the cache is unbounded."""
-        options = record.cell.task_options(MemoryOptions)
-        return super().cached_tokens(record) or (options.batch, options.tokens)
+        return super().cached_tokens(record) or record.cell.task_options(MemoryOptions).tokens
 
     @classmethod
     def headline(cls, record: Record) -> str:

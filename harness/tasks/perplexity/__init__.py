@@ -41,10 +41,9 @@ from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions, Precision
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
-    from kvbench.harness.core.evict import Evict
     from kvbench.harness.data.stream import TokenStream
 
 
@@ -67,47 +66,24 @@ class Perplexity(Task):
         prefix = None if options.newlines is None else [newline(tokenizer())] * options.newlines
         return stream(books, source, tokenizer(), options.tokens, prefix, short=options.book is not None)
 
-    @staticmethod
-    def total(options: PerplexityOptions) -> int:
-        """Tokens of all streams."""
-        return options.tokens
-
     @classmethod
-    def streams(cls, options: PerplexityOptions) -> int:
-        """The number of streams that the text is cut into."""
-        return options.streams or 1
-
-    @classmethod
-    def at_once(cls, options: PerplexityOptions) -> int:
-        """`side_by_side` streams; all of them if it is not given."""
-        streams = cls.streams(options)
-        return min(streams, options.side_by_side or streams)
-
-    @classmethod
-    def reference(cls, options: PerplexityOptions) -> str | None:
-        """The policy whose difference to the cell decides how far the text is read."""
-        return None if options.until is None else options.until.reference
+    def workload(cls, options: PerplexityOptions) -> Workload:
+        """Streams of equal length; a window is recomputed for each scored token."""
+        streams, prompt = options.streams or 1, options.prompt or 0
+        return Workload(
+            sequences=streams,
+            length=options.tokens // streams,
+            side_by_side=min(streams, options.side_by_side or streams),
+            kv_streams=streams,
+            windows=(options.tokens - streams * prompt) / options.stride,
+            prompt=prompt,
+            reference=options.until.reference if options.until else None,
+        )
 
     @classmethod
     def tokens_read(cls, options: PerplexityOptions, data: TokenStream) -> int | None:
         """Tokens of a stream without its last, which predicts nothing; None if reading may stop early."""
-        return None if options.until is not None else data.prefix + data.tokens // cls.streams(options) - 1
-
-    @classmethod
-    def prompt_tokens(cls, options: PerplexityOptions) -> int | None:
-        """The tokens of each stream that are its prompt, without the prefix."""
-        return options.prompt
-
-    @classmethod
-    def why_not(cls, options: PerplexityOptions, evict: Evict) -> str:
-        """Eviction after a prompt needs the option `prompt`."""
-        refused = super().why_not(options, evict)
-        return f"{refused}: give it prompt: TOKENS" if refused else ""
-
-    @classmethod
-    def windows(cls, options: PerplexityOptions) -> float:
-        """Number of windows: one per scored token."""
-        return (options.tokens - cls.streams(options) * (options.prompt or 0)) / options.stride
+        return None if options.until is not None else data.prefix + data.tokens // (options.streams or 1) - 1
 
     @staticmethod
     def run(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
@@ -123,7 +99,7 @@ class Perplexity(Task):
         options = record.cell.task_options(PerplexityOptions)
         assert metrics is not None
         whole = len(nll) if metrics.tokens_read is None else prefix + record.data.tokens
-        figures = nll_figures(nll, prefix, [0], options.stride, cls.streams(options), options.prompt or 0, whole)
+        figures = nll_figures(nll, prefix, [0], options.stride, options.streams or 1, options.prompt or 0, whole)
         if metrics.looks is not None and isinstance(trace, TraceFile):
             figures |= {"tokens_read": len(nll) - prefix} | _looks(record, metrics.looks, nll, trace.folder)
         figures["texts"] = _text_sums(nll[np.isfinite(nll)], metrics.texts.tokens)
@@ -144,12 +120,11 @@ class Perplexity(Task):
             yield "bits_per_byte", metrics.nll * metrics.tokens / math.log(2) / max(1, metrics.bytes)
 
     @classmethod
-    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """(streams, tokens each) cached at most; in an unbounded cache all tokens of a stream but the last, which is not read."""
+    def cached_tokens(cls, record: Record) -> int | None:
+        """Most tokens of a stream in the cache; without a bound all but the last, which is not read."""
         if record.cell.capacity is not None or record.cell.evict == "prompt":
             return super().cached_tokens(record)
-        streams = cls.streams(record.cell.task_options(PerplexityOptions))
-        return streams, len(record.data.prefix) + record.data.tokens // streams - 1
+        return len(record.data.prefix) + record.data.tokens // (record.cell.task_options(PerplexityOptions).streams or 1) - 1
 
     @classmethod
     def headline(cls, record: Record) -> str:

@@ -22,7 +22,7 @@ from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status, right_answers
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 from kvbench.harness.tasks.trace.schema import Between, TraceFacts, TraceMetrics, TraceOptions
 
 if TYPE_CHECKING:
@@ -47,20 +47,18 @@ class Trace(Task):
 
         return trace_data(options, tokenizer())
 
-    @staticmethod
-    def total(options: TraceOptions) -> int:
-        """Tokens of all prompts and of answers at their limit."""
-        return options.answers * (options.prompt + options.limit)
-
     @classmethod
-    def streams(cls, options: TraceOptions) -> int:
-        """Number of answers that are written at once."""
-        return min(options.side_by_side or options.answers, options.answers)
-
-    @classmethod
-    def longest(cls, options: TraceOptions) -> int:
-        """A prompt and an answer that is cut."""
-        return options.prompt + options.limit
+    def workload(cls, options: TraceOptions) -> Workload:
+        """Prompts and answers at their limit."""
+        at_once = min(options.side_by_side or options.answers, options.answers)
+        steps = 0 if options.teacher else options.answers * options.limit // at_once
+        return Workload(
+            sequences=options.answers,
+            length=options.prompt + options.limit,
+            side_by_side=at_once,
+            steps=steps,
+            prompt=options.prompt,
+        )
 
     @classmethod
     def tokens_read(cls, options: TraceOptions, data: TraceData) -> int | None:
@@ -68,16 +66,6 @@ class Trace(Task):
         if not options.teacher or options.side_by_side is not None:
             return None
         return data.prompts.shape[1] + max(map(len, data.traces)) - 1
-
-    @classmethod
-    def windows(cls, options: TraceOptions) -> float:
-        """Number of windows: one per word of an answer at its limit."""
-        return options.answers * options.limit
-
-    @classmethod
-    def prompt_tokens(cls, options: TraceOptions) -> int | None:
-        """Words of a prompt, without what opens a stream."""
-        return options.prompt
 
     @staticmethod
     def run(options: TraceOptions, job: Job) -> TraceMetrics:
@@ -103,12 +91,6 @@ class Trace(Task):
         """The programs, if each has several answers."""
         options = record.cell.task_options(TraceOptions)
         return options.programs if options.samples > 1 else None
-
-    @classmethod
-    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """(1, tokens of an answer) cached at most."""
-        tokens = record.cell.most_kept
-        return None if tokens is None else (1, tokens)
 
     @classmethod
     def headline(cls, record: Record) -> str:
