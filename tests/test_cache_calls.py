@@ -19,6 +19,8 @@ import kvbench
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.selfcheck import check
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -116,10 +118,17 @@ def test_a_call_that_does_not_go_on_is_refused_and_forgets_nothing(name, capacit
     refused(again, lambda: model(prompt, attention_mask=torch.ones_like(prompt), past_key_values=kept))
     refused(again, lambda: model(prompt, attention_mask=torch.ones(1, 50), past_key_values=kept))
     refused(r"2 came: cache.reset\(\)", generate(tokens_of(30, 2)), lambda: model(tokens_of(1, 2), past_key_values=kept))
-    shapes = [prompt[:, :0], prompt[:0], prompt[0], prompt.float()]
+    shapes = [prompt[:, :0], prompt[:0], prompt[0], prompt.float(), prompt.bool(), prompt.byte()]
     refused("input_ids: expected whole numbers", *(lambda ids=ids: model(ids, past_key_values=kept) for ids in shapes))
     refused("for 1 texts", lambda: model(prompt[:, :1], attention_mask=torch.ones(2, 21), past_key_values=kept))
     refused("logits_to_keep", lambda: model(prompt[:, :1], past_key_values=kept, logits_to_keep=-2))
+    more, holes = prompt[:, :3], torch.tensor([[0] * 10 + [1] * 13])
+    places = [torch.tensor(x) for x in ([20, 1, 22], [[3, 21, 22]], [[20, 21]], [[[20, 21, 22]], [[0, 1, 22]]])]
+    refused("other position_ids than 20 to 22", *(lambda p=p: model(more, position_ids=p, past_key_values=kept) for p in places))
+    refused("other padding before them", lambda: model(more, attention_mask=holes, past_key_values=kept))
+    for argument in ("input_ids", "attention_mask", "position_ids"):
+        given = {"input_ids": more, argument: more.tolist()}
+        refused(f"{argument}: expected a tensor, not a list", lambda given=given: model(**given, past_key_values=kept))
     assert kept.report()["seen"] == 20
     longer = torch.cat([prompt, tokens_of(3, seed=1)], 1)
     if name == "dense":
@@ -265,6 +274,21 @@ def test_a_cache_is_copied_in_memory_and_not_saved():
     refused(r"cache.fork\(\)", lambda: pickle.dumps(kept), lambda: torch.save(kept, io.BytesIO()))
 
 
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        ("dense", "dense never evicts, so no policy can hold it"),
+        (5, "expected a policy's name or a mapping with its name, not 5"),
+        ({"window": 5}, "the policy's 'name' is missing"),
+        (["h2o", "knorm"], "score: 2 policies; give one"),
+    ],
+    ids=str,
+)
+def test_a_policy_that_none_can_hold_is_refused(score, says):
+    refused(f"^kvbench.Cache: {says}$", lambda: kvbench.Cache(plain(), "adakv", 16, score=score))
+    assert kvbench.Cache(plain(), "adakv", 16, score=H2O(window=4)).report()["parameters"]["score"]["window"] == 4
+
+
 @pytest.mark.parametrize("value", [16.5, "16", True, 0, -3, 10**21, [16], float("nan")], ids=str)
 def test_numbers_that_are_none_are_refused_in_one_line(value):
     model = plain()
@@ -275,4 +299,6 @@ def test_numbers_that_are_none_are_refused_in_one_line(value):
     if value not in (0, -3):
         refused("seed: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, seed=value))
         refused("sinks", lambda: kvbench.Cache(model, "sink_window", 16, sinks=value))
+        refused("sinks", lambda: kvbench.Cache(model, SinkWindow(sinks=value), 16))
+        refused("window", lambda: kvbench.Cache(model, "adakv", 16, score={"name": "h2o", "window": value}))
     assert kvbench.Cache(model, "h2o", torch.tensor(16)).report()["capacity"] == 16

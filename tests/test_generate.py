@@ -382,7 +382,7 @@ def test_mistakes_are_told_when_a_cache_is_made():
     refused("needs a capacity", lambda: kvbench.Cache(model, "h2o"))
     refused("takes no capacity", lambda: kvbench.Cache(model, "dense", 16))
     refused("capacity", lambda: kvbench.Cache(model, "h2o", 16, window=17), lambda: kvbench.Cache(model, "sink_window", 3))
-    refused("unexpected keyword argument 'windw'", lambda: kvbench.Cache(model, "h2o", 16, windw=3))
+    refused("unknown key 'windw', did you mean 'window'", lambda: kvbench.Cache(model, "h2o", 16, windw=3))
     refused("did you mean 'stream'", lambda: kvbench.Cache(model, "h2o", 16, positions="streams"))
     refused("expected step, prompt, {every: TOKENS} or", lambda: kvbench.Cache(model, "h2o", 16, evict=16))
     refused("there is no codec 'int3'", lambda: kvbench.Cache(model, "h2o", 16, kv="int3"))

@@ -13,8 +13,9 @@ import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval import arguments
 from kvbench.harness.lm_eval.arguments import Arguments
+from kvbench.harness.lm_eval.generation import checked
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.suite.axes import size_in_bytes
+from kvbench.harness.suite.axes import evict_from, kv_from, size_in_bytes
 from kvbench.lab.pretrain import config as pretraining
 from kvbench.lab.pretrain.text import pieces
 
@@ -103,14 +104,58 @@ def test_books_without_text_end_a_pretraining(tmp_path):
     [
         ({"batch_size": "many"}, "--model_args: batch_size: Input should be a valid integer"),
         ({"batch_size": 0}, "--model_args: batch_size: Input should be greater than or equal to 1"),
-        ({"policy": "sink_window", "capacity": 64, "sinks": 4.5}, "SinkWindow: sinks: Input should be a valid integer"),
-        ({"policy": "cake", "capacity": 64, "gamma": math.inf}, "Cake: gamma: Input should be a finite number"),
+        ({"policy": "sink_window", "capacity": 64, "sinks": 4.5}, "--model_args: sinks: Input should be a valid integer"),
+        ({"policy": "cake", "capacity": 64, "gamma": math.inf}, "--model_args: gamma: Input should be a finite number"),
+        ({"capacity": True}, "--model_args: capacity: expected a number, not true"),
+        ({"evict": True}, "--model_args: evict: expected a number, not true"),
+        ({"seed": 10**20}, "--model_args: seed: 100000000000000000000 is beyond"),
+        ({"rope_length": 10**18}, "--model_args: rope_length: Input should be less than"),
+        ({"policy": "window", "capacity": 10**15}, "capacity 1,000,000,000,000,000: its slots take"),
+        ({"prefix_token_id": 10**6}, "--model_args: prefix_token_id 1000000: the tokenizer has"),
+        ({"policy": "adakv", "capacity": 64, "score": "dense"}, "--model_args: dense never evicts"),
     ],
     ids=str,
 )
 def test_arguments_of_the_model_for_lm_eval(given, says):
     with pytest.raises(UserError, match=f"^{re.escape(says)}"):
         Arguments.from_model_args({"pretrained": "builtin:sink_2", "device": "cpu"} | given).loaded()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("until", 5, "until: Input should be a valid list, not 5"),
+        ("until", ["a", 5], "until: Input should be a valid string, not 5"),
+        ("max_gen_toks", 0, "max_gen_toks: Input should be greater than or equal to 1, not 0"),
+        ("max_tokens", 2.5, "max_tokens: Input should be a valid integer, got a number with a fractional part, not 2.5"),
+        ("max_gen_toks", True, "max_gen_toks: expected a number, not true"),
+        ("temperature", math.inf, "temperature: Input should be a finite number, not inf"),
+        ("top_p", math.nan, "top_p: Input should be a finite number, not nan"),
+        ("top_p", 2, "top_p: Input should be less than or equal to 1, not 2"),
+        ("top_k", 1.5, "top_k: Input should be a valid integer, got a number with a fractional part, not 1.5"),
+        ("top_k", 10**20, "top_k: 100000000000000000000 is beyond 9,223,372,036,854,775,807"),
+    ],
+)
+def test_settings_of_generated_answers(setting, value, says):
+    with pytest.raises(UserError, match=f"^mine: {re.escape(says)}$"):
+        checked({setting: value}, "mine")
+
+
+def test_settings_of_generated_answers_are_what_they_mean():
+    given = {"until": "a", "max_gen_toks": "5", "do_sample": "no", "top_p": None, "num_beams": 1}
+    assert checked(given, "mine") == {"until": ["a"], "max_gen_toks": 5, "do_sample": False, "num_beams": 1}
+
+
+@pytest.mark.parametrize("number", [True, False, 1.0, -1, 10**20, "1"], ids=repr)
+def test_numbers_inside_axes_are_whole(number):
+    exempt, every, group = (
+        {"codec": "int4", "exempt": {"sinks": number}},
+        {"every": number},
+        {"codec": "kivi4", "group": number},
+    )
+    for axis, value in ((kv_from, exempt), (kv_from, group), (evict_from, every), (evict_from, {"pages": number})):
+        with pytest.raises(ValueError, match="numbers, at least 1|is a number of tokens, at least 1"):
+            axis(value)
 
 
 def test_what_lm_eval_keeps_is_of_the_file_that_was_read(monkeypatch):

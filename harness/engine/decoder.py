@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.device import free_bytes
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.evict import Evict, Pages, at_once, pages_of
 from kvbench.policies import Policy, PositionMode
+
+if TYPE_CHECKING:
+    from kvbench.harness.engine.model import Model
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,21 @@ class CacheConfig:
     def pages(self) -> Pages | None:
         """The pages, if whole ones go."""
         return pages_of(self.evict) if self.policy.evicts else None
+
+
+def refuse_too_large(model: Model, config: CacheConfig) -> None:
+    """Refuse a capacity whose slots don't fit into memory.
+
+    Raises:
+        UserError: names both sizes.
+    """
+    if config.capacity is None:
+        return
+    needed, free = model.kv_bytes(config.capacity + config.every - 1, codec=config.kv), free_bytes(model.device)
+    if needed > free:
+        raise UserError(
+            f"capacity {config.capacity:,}: its slots take {needed / 2**30:,.1f} GiB, but only {free / 2**30:,.1f} are free"
+        )
 
 
 class Decoder(Protocol):

@@ -6,27 +6,28 @@ import dataclasses
 import hashlib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.core.sources import source_digest
-from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.decoder import CacheConfig, refuse_too_large
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.lm_eval.reading import Prompt, RequestReader
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import DTYPES, device_of, load_model, load_tokenizer
 from kvbench.harness.rules.rules import refuse_if_broken
-from kvbench.harness.suite import refuse_wrong_types
+from kvbench.harness.suite import Settings, policy_with, validated
 from kvbench.policies import PositionMode
 
+_OPTION = "--model_args"  # that messages name
 _BLOCK = 4096  # tokens per forward pass, all streams together
 _DEFAULT_BATCH = 16
 
@@ -57,10 +58,12 @@ class Arguments(BaseModel):
     device: str = Field("auto", description="auto, cpu, cuda")
     batch_size: _Batch = Field(_DEFAULT_BATCH, description="requests run together; auto is 16")
     max_length: int | None = Field(None, ge=1, description="tokens kept of a longer request: the last ones")
-    rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
+    rope_length: int | None = Field(
+        None, ge=1, le=LONGEST_STREAM, description="longest position, for RoPE types that depend on it; tokens"
+    )
     pickle: bool = Field(False, description="accept weights that are not safetensors")
     add_bos_token: bool | None = Field(None, description="same as in lm-eval's hf")
-    prefix_token_id: int | None = Field(None, description="same as in lm-eval's hf")
+    prefix_token_id: int | None = Field(None, ge=0, description="same as in lm-eval's hf")
     chat_template_args: dict[str, Any] | None = Field(None, description="same as in lm-eval's hf")
 
     @classmethod
@@ -70,11 +73,7 @@ class Arguments(BaseModel):
         Raises:
             UserError: describes the first mistake.
         """
-        try:
-            return cls.model_validate(arguments)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(f"--model_args: {'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
+        return validated(cls, arguments, Settings(_OPTION), ())
 
     def loaded(self) -> tuple[RequestReader, PreTrainedTokenizerBase]:
         """Load the model: its reader and its tokenizer.
@@ -90,6 +89,9 @@ class Arguments(BaseModel):
             dtype = own if own in DTYPES else "float32"  # type: ignore[assignment]
         tokenizer = load_tokenizer(directory)
         model = load_model(directory, dtype, device_of(self.device), self.rope_length, self.pickle)
+        refuse_too_large(model, config)
+        if self.prefix_token_id is not None and self.prefix_token_id >= len(tokenizer):
+            raise UserError(f"{_OPTION}: prefix_token_id {self.prefix_token_id}: the tokenizer has {len(tokenizer):,} entries")
         try:
             return reader_of(model, config, self.prompt, self.prompt_tokens, self.batch_size), tokenizer
         except ValueError as error:
@@ -110,8 +112,8 @@ class Arguments(BaseModel):
                 known = ", ".join(names) or "it has none"
                 raise UserError(f"{name}: not an argument of kvbench, nor a parameter of {self.policy} ({known})")
         try:
-            policy, evict = policy_from(self.policy, parameters), 1 if self.evict == "step" else self.evict
-            refuse_wrong_types(policy, parameters)
+            policy = policy_with(self.policy, policy_class, parameters, _OPTION)
+            evict = 1 if self.evict == "step" else self.evict
             config = CacheConfig(policy, self.capacity, self.positions, self.limit, self.seed, evict)
             if self.capacity is not None:
                 config.policy.bind(self.capacity)

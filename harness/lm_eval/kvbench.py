@@ -28,6 +28,7 @@ from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
 from kvbench.harness.engine.sampling import Sampler
 from kvbench.harness.lm_eval.arguments import Arguments
+from kvbench.harness.lm_eval.generation import checked
 from kvbench.harness.lm_eval.reading import RequestReader
 
 _TAKEN = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # of generation_kwargs
@@ -195,7 +196,7 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def _generated(self, contexts: Sequence[str], gen_kwargs: dict[str, Any], seeds: Sequence[int], bar: tqdm) -> list[str]:
         """Answers to prompts that have the same generation settings, each with a seed of its own."""
-        settings: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(checked(gen_kwargs, "generation_kwargs"), self.max_gen_toks))
         end = self.eot_token_id
         eos = None if end is None else self.tok_decode(end, skip_special_tokens=False)
         stops = [s for s in handle_stop_sequences(settings.pop("until", None), eos=eos) if s]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from operator import index
 from typing import Any
 
-from kvbench.harness.core.device import free_bytes
+from torch import Tensor
+
+from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import policy_from
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.model import Model
-from kvbench.harness.suite import refuse_wrong_types
+from kvbench.harness.suite import policy_with
 from kvbench.policies import Policy
 
+_OPTION = "kvbench.Cache"  # that messages name
 _UNDERSTOOD = {
     "input_ids", "attention_mask", "past_key_values", "logits_to_keep", "return_dict",
     "position_ids", "cache_position", "use_cache",  # which the decoder knows without being told
@@ -32,6 +33,9 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
     tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
     if others or tokens is None:
         raise UserError(f"a kvbench.Cache reads input_ids and gives logits: leave out {', '.join(others) or 'all but input_ids'}")
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        if not isinstance(value := given.get(name), Tensor | None):
+            raise UserError(f"{name}: expected a tensor, not a {type(value).__name__}: pass return_tensors='pt' to the tokenizer")
     if not isinstance(keep, int) or keep < 0:
         raise UserError("logits_to_keep: expected a number of tokens, 0 or more")
     if given.get("use_cache") is False:
@@ -42,20 +46,15 @@ def policy_of(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]
     """The policy that was asked for.
 
     Raises:
-        UserError: there is none of this name.
-        ValueError, TypeError: it has no such parameters, or refuses their values.
+        UserError: there is none of this name, or a parameter has a mistake.
     """
     if isinstance(policy, Policy) and not parameters:
+        policy_with(type(policy).__name__, type(policy), {f.name: getattr(policy, f.name) for f in fields(policy)}, _OPTION)
         return policy
-    if isinstance(policy, str):
-        built = policy_from(policy, parameters)
-    elif inspect.isclass(policy) and issubclass(policy, Policy):
-        built = policy(**parameters)
-    else:
+    kind = plugins.policy_class(policy) if isinstance(policy, str) else policy
+    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
         raise UserError(f"policy: expected a name, file.py:Class, a class or an instance with its parameters, not {policy!r}")
-    if parameters:
-        refuse_wrong_types(built, parameters)
-    return built
+    return policy_with(policy if isinstance(policy, str) else kind.__name__, kind, parameters, _OPTION)
 
 
 def whole_number(name: str, value: Any, least: int, most: int) -> int:
@@ -71,14 +70,3 @@ def whole_number(name: str, value: Any, least: int, most: int) -> int:
     if isinstance(value, bool) or number is None or not least <= number <= most:
         raise UserError(f"{name}: expected a whole number from {least:,} to {most:,}, not {value!r}")
     return number
-
-
-def refuse_too_large(model: Model, config: CacheConfig, capacity: int) -> None:
-    """Refuse a capacity whose slots don't fit into memory.
-
-    Raises:
-        UserError: names both sizes.
-    """
-    needed, free = model.kv_bytes(capacity + config.every - 1, codec=config.kv), free_bytes(model.device)
-    if needed > free:
-        raise UserError(f"capacity {capacity:,}: its slots take {needed / 2**30:,.1f} GiB, but only {free / 2**30:,.1f} are free")

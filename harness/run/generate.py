@@ -21,14 +21,14 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import LARGEST_INTEGER, UserError, did_you_mean
 from kvbench.harness.core.evict import evict_as_json
 from kvbench.harness.core.parameters import parameters_of
-from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.decoder import CacheConfig, Decoder, refuse_too_large
 from kvbench.harness.engine.fastcheck import remembered_check
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.rules.rules import refuse_if_broken
-from kvbench.harness.run.cache_arguments import policy_of, refuse_arguments, refuse_too_large, whole_number
+from kvbench.harness.run.cache_arguments import policy_of, refuse_arguments, whole_number
 from kvbench.harness.run.route import LOCK, AnsweringCache, Route, refuse_training, routable
 from kvbench.harness.suite.axes import evict_from, kv_from
 from kvbench.policies import Policy, PositionMode
@@ -86,8 +86,7 @@ class Cache(AnsweringCache):
             self._name = plugins.name_of(type(unbound)) if plugins.is_ours(type(unbound)) else type(unbound).__name__
             refuse_if_broken(self._name, unbound, capacity, hf.device)
             self._route = Route.of(hf, rope_length)
-            if capacity is not None:
-                refuse_too_large(self._route.model, self._config, capacity)
+            refuse_too_large(self._route.model, self._config)
             open_decoder(self._route.model, self._config)  # which may refuse the capacity, too
         except UserError:
             raise
@@ -155,7 +154,7 @@ class Cache(AnsweringCache):
         refuse_arguments(given)
         tokens, keep = given["input_ids"], given.get("logits_to_keep", 0)
         valid = self._valid(tokens, given.get("attention_mask"))
-        self._refuse_other_place(tokens.shape[1], valid, given.get("position_ids"))
+        self._refuse_other_place(tokens, valid, given.get("position_ids"))
         self._refuse_late_prompt(tokens.shape[1], valid, keep)
         try:
             logits = self._read(tokens.to(hf.device), valid, keep or tokens.shape[1])
@@ -171,7 +170,7 @@ class Cache(AnsweringCache):
         Raises:
             UserError: there are no tokens, or they don't go on from what the cache has read.
         """
-        if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+        if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int32, torch.int64):
             kind, shape = str(tokens.dtype).removeprefix("torch."), list(tokens.shape)
             raise UserError(f"input_ids: expected whole numbers [texts, tokens], at least one of each, not {kind} {shape}")
         streams, count = tokens.shape
@@ -183,28 +182,30 @@ class Cache(AnsweringCache):
             raise UserError(f"attention_mask: expected [texts, tokens] for {streams} texts, not {list(mask.shape)}")
         if mask.shape[1] != self._seen + count:
             self._refuse(f"{count} came with an attention_mask of {mask.shape[1]}")
-        valid = mask[:, -count:].to(self._route.hf.device, torch.bool)
+        whole = mask.to(self._route.hf.device, torch.bool)
+        if bool(((~whole[:, : self._seen]).sum(1) != (0 if self._padding is None else self._padding)).any()):
+            self._refuse(f"{count} came with an attention_mask that has other padding before them")
+        valid = whole[:, -count:]
         return None if bool(valid.all()) else valid
 
-    def _refuse_other_place(self, count: int, valid: Tensor | None, positions: Tensor | None) -> None:
-        """Refuse tokens that don't follow those read, going by their positions, with padding or without. [1 or B, T] int64.
+    def _refuse_other_place(self, tokens: Tensor, valid: Tensor | None, positions: Tensor | None) -> None:
+        """Refuse tokens that don't follow those read, going by their positions, with padding or without. [..., T] int64.
 
         Without a cut of what was read, `generate` passes a prompt again that is no longer than it.
 
         Raises:
             UserError: names how many tokens were read, and `reset`.
         """
-        if positions is None or positions.ndim != 2:
+        if positions is None:
             return
-        last, end = positions[:, -1], self._seen + count - 1
-        if valid is None and self._padding is None:
-            fits = last.tolist() == [end] * len(last)
-        else:
-            padding = (0 if self._padding is None else self._padding) + (0 if valid is None else (~valid).sum(1))
-            is_padding = False if valid is None else ~valid[:, -1]
-            fits = bool(((last == end) | (last == end - padding) | is_padding).all())
-        if not fits:
-            self._refuse(f"{count} came for positions up to {int(last.max())}")
+        (streams, count), device = tokens.shape, self._route.hf.device
+        real = torch.ones(streams, count, dtype=torch.bool, device=device) if valid is None else valid
+        steps = torch.arange(self._seen, self._seen + count, device=device)
+        without = self._seen + real.cumsum(1) - 1 - (0 if self._padding is None else self._padding[:, None])
+        positions = torch.atleast_2d(positions).to(device)
+        fits = positions.shape[-1] == count and positions.shape[-2] in (1, streams)
+        if not fits or not bool(((positions == steps) | (positions == without) | ~real).all()):
+            self._refuse(f"{count} came with other position_ids than {self._seen} to {self._seen + count - 1}")
 
     def _refuse(self, reason: str) -> None:
         raise UserError(

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
-from kvbench.harness.core.errors import UserError, described, did_you_mean
+from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.evict import Evict
-from kvbench.harness.core.parameters import policy_fields
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
@@ -24,7 +23,7 @@ from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Rule, RuleResult, case, cheap_findings, tried
-from kvbench.harness.suite import Settings, parameter_schema, policies_from, yaml_value
+from kvbench.harness.suite import policy_with, yaml_value
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -69,26 +68,7 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
     for setting in settings:
         key, _, text = setting.partition("=")
         parameters[key] = yaml_value(text, f"--set {setting}")
-    try:
-        known, held = parameter_schema(name, policy).model_fields, policy_fields(policy)
-    except Exception as error:  # e.g. an annotation that can't be evaluated
-        raise UserError(f"{name}: its parameters can't be read: {described(error)}") from error
-    unknown = set(parameters) - set(known)
-    if unknown:
-        key = sorted(unknown)[0]
-        raise UserError(f"{name} has no parameter '{key}'{did_you_mean(key, known)}")
-    missing = [key for key, field in known.items() if field.is_required() and key not in parameters]
-    if missing:
-        raise UserError(f"{name} needs the parameter '{missing[0]}': --set {missing[0]}=...")
-    for key in held & parameters.keys():
-        inside = list(policies_from(policy, parameters[key], Settings(f"--set {key}"), ()))
-        if len(inside) != 1:
-            raise UserError(f"--set {key}: {len(inside)} policies; check one at a time")
-        (parameters[key],) = inside
-    try:
-        return policy(**parameters)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{name}: {described(error)}") from error
+    return policy_with(name, policy, parameters, "--set")
 
 
 def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[RuleResult]]:

@@ -84,7 +84,7 @@ def kv_from(value: Any) -> Codec | None:
         raise PydanticCustomError("kv", "exempt is a mapping: {sinks: TOKENS, recent: TOKENS}")
     _refuse_unknown("kv", exempt, ("sinks", "recent"), "kv.exempt has no")
     residual = given.get("residual", 128)
-    if not (_is_whole(group) and _is_whole(residual)) or not all(n == 0 or _is_whole(n) for n in exempt.values()):
+    if not (_is_whole(group) and _is_whole(residual)) or not all(_is_whole(n, 0) for n in exempt.values()):
         raise PydanticCustomError("kv", "group and residual are numbers, at least 1; sinks and recent are tokens")
     try:
         return Kivi(name, group, keys=keys, residual=residual) if is_kivi else Codec(name, group, **exempt, keys=keys)
@@ -144,8 +144,8 @@ def size_in_bytes(value: Any) -> int:
     return size
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_whole(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_INTEGER
 
 
 def _checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema, create_model
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core import plugins
@@ -23,7 +23,7 @@ from kvbench.harness.core.parameters import policy_fields, tuple_fields
 from kvbench.harness.models.shape import ModelShape, readable_shape
 from kvbench.harness.suite.axes import Budget, OneCapacity, OneEvict, OneKV, multiplied
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
-from kvbench.harness.suite.text import Location, Source, spread, validated
+from kvbench.harness.suite.text import Location, Settings, Source, spread, validated
 from kvbench.policies import Policy, PositionMode
 
 
@@ -199,19 +199,30 @@ def parameter_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     return _model(f"{name}_inside", _parameter_fields(policy))
 
 
-def refuse_wrong_types(policy: Policy, given: Iterable[str]) -> None:
-    """Hold the given parameters of a policy to the types that it declares, as suites do.
+def policy_with(name: str, kind: type[Policy], parameters: Mapping[str, Any], option: str) -> Policy:
+    """The policy with these parameters, held to the rules for an entry of a suite.
+
+    Args:
+        name: of the policy, for messages.
+        kind: its class.
+        parameters: by name. A policy inside is an instance, a name, or a mapping with a name.
+        option: that gave the parameters, for messages.
 
     Raises:
-        UserError: names the first that has another one.
+        UserError: describes the first mistake.
     """
-    kind = type(policy)
-    fields = {name: field for name, field in _parameter_fields(kind).items() if name in {*given}}
+    source, given = Settings(option), dict(parameters)
     try:
-        _model(f"{kind.__name__}_given", fields).model_validate({name: getattr(policy, name) for name in fields})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{kind.__name__}: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
+        schema, held, sequences = parameter_schema(name, kind), policy_fields(kind), tuple_fields(kind)
+    except Exception as error:  # e.g. an annotation that can't be evaluated
+        raise UserError(f"{name}: its parameters can't be read: {described(error)}") from error
+    for key in held & given.keys():
+        inside = [given[key]] if isinstance(given[key], Policy | None) else list(policies_from(kind, given[key], source, (key,)))
+        if len(inside) != 1:
+            raise source.error((key,), f"{key}: {len(inside)} policies; give one")
+        (given[key],) = inside
+    given |= {key: tuple(given[key]) for key in sequences & given.keys() if isinstance(given[key], list)}
+    return _built(name, kind, _values(validated(schema, given, source, ())), source, (), ())
 
 
 def policies_from(holder: type[Policy], value: Any, source: Source, location: Location) -> Iterator[Policy]:

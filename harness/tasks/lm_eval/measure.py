@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import fingerprint
 from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval.generation import checked
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.lm_eval.reading import RequestReader
 from kvbench.harness.records.aggregates import sample_figures
@@ -116,7 +117,7 @@ def _set_generation(task: Any, options: LmEvalOptions) -> None:
         task.set_config("generation_kwargs", (task.config.generation_kwargs or {}) | changes)
     if options.samples:
         task.set_config("repeats", options.samples)
-    settings = task.config.generation_kwargs or {}
+    settings = checked(task.config.generation_kwargs or {}, f"{options.tasks}: generation_kwargs")
     if not settings.get("do_sample", settings.get("temperature", 0) > 0):
         useless = {"top_p": options.top_p, "top_k": options.top_k, "sample_seed": options.sample_seed}
         useless |= {"samples": options.samples if options.samples != 1 else None}

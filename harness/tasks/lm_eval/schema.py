@@ -26,7 +26,9 @@ class LmEvalOptions(Options):
     tasks: str = Field(description="a task of lm-eval, or one of ours in its format; a list makes one cell per task")
     num_fewshot: int | None = Field(None, ge=0, description="examples before each question; the task's own number if not given")
     limit: int | None = Field(None, ge=1, description="number of questions to ask, from the first; all if not given")
-    data_seed: int = Field(1234, ge=0, description="seed for drawing examples and everything else that a task draws")
+    data_seed: int = Field(
+        1234, ge=0, le=2**32 - 1, description="seed for drawing examples and everything else that a task draws"
+    )
     prompt: Literal["stream", "once", "truncate"] = Field(
         "stream",
         description="how a prompt longer than the cache is read: stream (token by token, evicting), once (in full, then "
