@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.kvbench import KVBench
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.tasks.lm_eval import LmEval, measure
 from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
 
@@ -69,6 +73,91 @@ def test_what_lm_eval_and_transformers_refuse_is_one_line(options, says, capsys,
     assert code == 2
     assert says in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+TASK = """task: mine
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{q}}"
+doc_to_target: "{{a}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 5}
+metric_list: [{metric: exact_match}]
+"""
+BROKEN = {
+    "data": ("DATA", "OTHER", "JSON parse error"),
+    "split": ("test_split: test", "test_split: train", "KeyError: 'train'"),
+    "column": ("{{a}}", "{{b}}", "UndefinedError: 'b' is undefined"),
+    "template": ("{{q}}", "{{q", "TemplateSyntaxError: unexpected end of template"),
+    "filter": ("metric_list", "filter_list: [{name: x, filter: [{function: nope}]}]\nmetric_list", "Unknown filter 'nope'"),
+    "key": ("test_split", "no_such_key: 1\ntest_split", "unexpected keyword argument 'no_such_key'"),
+    "examples": ("test_split", "num_fewshot: 50\ntest_split", "Sample larger than population"),
+    "temperature": ("max_gen_toks: 5", "temperature: .inf", "generation_kwargs: temperature: Input should be a finite number"),
+}
+IN_SUITES = {  # numbers that lm-eval would read otherwise
+    "no answers": ("test_split", "repeats: 0\ntest_split", "mine: repeats: Input should be greater than or equal to 1, not 0"),
+    "two in words": ("test_split", "repeats: '2'\ntest_split", "mine: repeats: Input should be a valid integer, not '2'"),
+    "no number": ("test_split", "num_fewshot: true\ntest_split", "mine: num_fewshot: Input should be a valid integer, not True"),
+    "fewer than none": ("test_split", "num_fewshot: -1\ntest_split", "mine: num_fewshot: Input should be greater than or equal"),
+}
+
+
+@pytest.fixture
+def mistake(request, tmp_path, monkeypatch):
+    """What is said of a task with a mistake. lm-eval's own tasks are not read."""
+    (tmp_path / "data.jsonl").write_text('{"q": "a", "a": "b"}\n' * 2)
+    (tmp_path / "other.jsonl").write_text('{"q": "a"\nno json')
+    was, becomes, says = request.param
+    text = (
+        TASK.replace(was, becomes).replace("DATA", str(tmp_path / "data.jsonl")).replace("OTHER", str(tmp_path / "other.jsonl"))
+    )
+    (tmp_path / "mine.yaml").write_text(text)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return says
+
+
+@pytest.mark.parametrize("mistake", BROKEN.values(), ids=BROKEN, indirect=True)
+def test_a_mistake_in_a_task_is_one_line(mistake, tmp_path, capsys, monkeypatch):
+    own = catalogue.TaskManager
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: own(include_path=str(tmp_path), include_defaults=False))
+    code, _, err = bench(capsys, *BASE[:-1], "mine", "--device", "cpu")
+    assert code == 2
+    assert mistake in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("mistake", [*BROKEN.values(), *IN_SUITES.values()], ids=[*BROKEN, *IN_SUITES], indirect=True)
+def test_a_mistake_in_a_task_of_a_suite_is_one_line(mistake, tmp_path):
+    tokenizer = load_tokenizer(model_directory("builtin:sink_2", None, False))
+    with pytest.raises(UserError) as error:
+        LmEval.data(LmEvalOptions(tasks="mine", include=str(tmp_path)), lambda: tokenizer, None)
+    assert mistake in str(error.value)
+    with pytest.raises(UserError, match=r"include: .*none: no such folder"):
+        LmEval.data(LmEvalOptions(tasks="mine", include=str(tmp_path / "none")), lambda: tokenizer, None)
+
+
+def test_silence_is_that_of_a_thread(capsys):
+    """What two threads change at once is as it was afterwards, and a third one prints."""
+    stdout, entered, leave = sys.stdout, threading.Barrier(2, timeout=10), threading.Event()
+
+    def silent() -> None:
+        with catalogue.quiet():
+            print("silent")
+            entered.wait()
+            leave.wait(10)
+
+    threads = [threading.Thread(target=silent, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    entered.wait()
+    print("said")
+    leave.set()
+    entered.wait()
+    for thread in threads:
+        thread.join()
+    assert sys.stdout is stdout
+    assert capsys.readouterr().out == "said\n"
 
 
 class Pieces:
@@ -127,9 +216,6 @@ def test_kept_requests_are_those_of_the_same_command(tmp_path, monkeypatch):
 
 
 def test_a_suite_with_a_chat_template_that_a_base_model_lacks_is_refused():
-    from kvbench.harness.models.hub import model_directory
-    from kvbench.harness.models.load import load_tokenizer
-
     tokenizer = load_tokenizer(model_directory("builtin:sink_2", None, False))
     with pytest.raises(UserError, match="kvbench_cloze: .*chat_template"):
         LmEval.data(LmEvalOptions(tasks="kvbench_cloze", limit=1, chat_template=True), lambda: tokenizer, None)

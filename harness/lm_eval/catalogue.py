@@ -8,24 +8,36 @@ import logging
 import random
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cache, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import tqdm
 from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvbench.harness.core.errors import UserError, did_you_mean, first_line
+from kvbench.harness.core.errors import UserError, described, did_you_mean, first_line
 from kvbench.harness.models.hub import quiet as quiet_hub
+from kvbench.harness.suite import Settings, validated
 
 GENERATED = Path(__file__).parent / "generated"  # tasks that need no download
 _MODEL_NAME = "kvbench"
-_REFUSE = frozenset({"lm_eval", "transformers", "jinja2", "json", "yaml"})  # packages that check what users give
+_QUIET = threading.RLock()  # held while output is silenced
+
+
+class _Counts(BaseModel):
+    """Numbers in a task's file."""
+
+    model_config = ConfigDict(strict=True)
+
+    num_fewshot: int = Field(0, ge=0)
+    repeats: int = Field(1, ge=1)
 
 
 def register() -> None:
@@ -54,20 +66,38 @@ def keep_requests_apart(command: Sequence[str]) -> None:
     cache.PATH = str(Path(cache.PATH) / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16])
 
 
+class _OtherThreads(io.TextIOBase):
+    """Standard output without what the thread prints that made this object."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._silent = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write what another thread prints."""
+        return len(text) if threading.get_ident() == self._silent else self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush what other threads printed."""
+        self._stream.flush()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence lm-eval's log, progress bars and what its tasks print, as stdout is for results. We report an error once."""
-    log, tqdm_init = logging.getLogger("lm_eval"), tqdm.std.tqdm.__init__
-    level = log.level
-    log.setLevel(logging.ERROR)
+    """Silence lm-eval's log, progress bars and what its tasks print, as stdout is for results. We report an error once.
+
+    A second thread waits until the first is done, because what is changed here belongs to all of them.
+    """
+    log = logging.getLogger("lm_eval")
     quiet_hub()
-    tqdm.std.tqdm.__init__ = partialmethod(tqdm_init, disable=True)  # type: ignore[method-assign,assignment]
-    try:
-        with redirect_stdout(io.StringIO()):
+    with _QUIET, redirect_stdout(_OtherThreads(sys.stdout)):
+        level, tqdm_init = log.level, tqdm.std.tqdm.__init__
+        log.setLevel(logging.ERROR)
+        tqdm.std.tqdm.__init__ = partialmethod(tqdm_init, disable=True)  # type: ignore[method-assign,assignment]
+        try:
             yield
-    finally:
-        log.setLevel(level)
-        tqdm.std.tqdm.__init__ = tqdm_init  # type: ignore[method-assign]
+        finally:
+            log.setLevel(level)
+            tqdm.std.tqdm.__init__ = tqdm_init  # type: ignore[method-assign]
 
 
 def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], metadata: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +109,9 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
     Raises:
         UserError: there is no such task, it is a group, or its data is not available.
     """
+    for folder in include:
+        if not Path(folder).is_dir():
+            raise UserError(f"include: {folder}: no such folder")
     random.seed(seed)
     np.random.seed(seed)
     _restart_generators()
@@ -92,11 +125,12 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
     except UserError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({reason})") from error
+        raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({_reason(error)})") from error
     if len(loaded["tasks"]) != 1 or loaded["groups"]:
         raise UserError(f"{name}: a group of lm-eval tasks; list its tasks: {', '.join(sorted(loaded['tasks']))}")
     (loaded_task,) = loaded["tasks"].values()
+    counts = {key: value for key in _Counts.model_fields if (value := loaded_task.get_config(key)) is not None}
+    validated(_Counts, counts, Settings(name), ())
     if fewshot is not None or loaded_task.get_config("num_fewshot") is None:
         loaded_task.set_config(key="num_fewshot", value=fewshot or 0)
     return loaded
@@ -151,12 +185,26 @@ def unknown(error: BaseException) -> UserError | None:
 
 
 def refused(error: BaseException, name: str) -> UserError | None:
-    """Translate a refusal by lm-eval, transformers or a chat template into a user error; None for other errors."""
-    raised_in = [frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if isinstance(error, UserError) or raised_in[-1:] == ["kvbench"] or not kinds & {"ValueError", "TemplateError"}:
-        return None
-    return UserError(f"{name}: {first_line(error)}") if _REFUSE & {raised_in[-1]} else None
+    """Translate an error in lm-eval, or in what it calls, into a user error; None for errors of our code and of the disk.
+
+    lm-eval hands on whatever a task's data, templates, functions and options raise, and these are the user's. So is what
+    transformers refuses in words, when we call it.
+    """
+    in_words = isinstance(error, ValueError) or "TemplateError" in {kind.__name__ for kind in type(error).__mro__}
+    theirs = {"lm_eval", "transformers"} if in_words else {"lm_eval"}
+    packages = [frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = next((package for package in reversed(packages) if package in {"kvbench", *theirs}), "kvbench")
+    ours = last == "kvbench" or isinstance(error, (UserError, OSError))
+    return None if ours else UserError(f"{name}: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    """The message of an error if that is a sentence, else its kind and place, too; and the message of what caused it."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    message = (isinstance(error, ValueError) and first_line(error)) or described(error)
+    return message if cause is error else f"{message}: {first_line(cause)}"
 
 
 def _dataset_of(error: BaseException) -> tuple[str, str | None] | None:
