@@ -69,7 +69,7 @@ def slots_for(
     """Empty slots of layers of one shape, without a model. heads: which of each layer's live here; all when None."""
     kept = shape.kept(config.capacity)
     policy = config.policy if kept is None else config.policy.bind(kept)
-    parts = [slots_module.Part(layer, heads) for layer in layers]
+    parts = [slots_module.LayerHeads(layer, heads) for layer in layers]
     statistics = () if kept is None else policy.statistics
     return Slots(
         shape, parts=parts, policy=policy, statistics=statistics, cadence=Cadence.from_start(kept, config.every),

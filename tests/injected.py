@@ -335,7 +335,7 @@ def late_attention(first: int) -> Iterator[None]:
 
     def attend(self, layer, *given):
         out = plain(self, layer, *given)
-        late = (self._blocks[0].seen or 0) >= first and isinstance(self.walks[0].slots.policy, H2O)
+        late = (self._blocks[0].tokens_before or 0) >= first and isinstance(self.walks[0].slots.policy, H2O)
         return out * 0.98 if late else out
 
     with patch.object(BlockInLayers, "attend", attend):

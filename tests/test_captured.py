@@ -10,7 +10,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK
 from kvbench.harness.kernels import captured
-from kvbench.harness.kernels.captured import PROCESS, CudaGraph, StepGraphs
+from kvbench.harness.kernels.captured import PROCESS, CapturedSteps, CudaGraph
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
@@ -37,7 +37,7 @@ class Recorded:
         return self.step(tokens)
 
 
-def decoders(config: CacheConfig, graphs: StepGraphs) -> tuple[CachedDecoder, CachedDecoder]:
+def decoders(config: CacheConfig, graphs: CapturedSteps) -> tuple[CachedDecoder, CachedDecoder]:
     """A plain decoder, and one whose steps are captured."""
     plain, read = CachedDecoder(model_of("llama"), config), CachedDecoder(model_of("llama"), config)
     read.graphs = graphs
@@ -51,7 +51,7 @@ def decoders(config: CacheConfig, graphs: StepGraphs) -> tuple[CachedDecoder, Ca
 def test_captured_steps_follow_the_host(config, monkeypatch):
     """Covers filling, eviction, blocks between steps, and growth: one capture per state, the same logits."""
     monkeypatch.setattr(Recorded, "made", 0)
-    plain, read = decoders(config, StepGraphs(Recorded, after=1))
+    plain, read = decoders(config, CapturedSteps(Recorded, after=1))
     tokens = tokens_of(600)
     sizes = [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8
     at = 0
@@ -74,7 +74,7 @@ def test_captured_steps_follow_the_host(config, monkeypatch):
 def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):
     """A thousand steps meet every phase twice, a second thousand captures none, and the phases are few."""
     monkeypatch.setattr(Recorded, "made", 0)
-    _, read = decoders(CacheConfig(SinkWindow(2), 9, evict=every), StepGraphs(Recorded))
+    _, read = decoders(CacheConfig(SinkWindow(2), 9, evict=every), CapturedSteps(Recorded))
     tokens = tokens_of(2000).split(1, 1)
     for token in tokens[:1000]:
         read(token)
@@ -89,7 +89,7 @@ def test_a_model_that_can_not_be_captured_runs_eagerly_and_says_so():
     def refuse(step, tokens):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    plain, read = decoders(CacheConfig(H2O(), 6), StepGraphs(refuse, after=1))
+    plain, read = decoders(CacheConfig(H2O(), 6), CapturedSteps(refuse, after=1))
     for token in tokens_of(20).split(1, 1):
         torch.testing.assert_close(read(token), plain(token))
     assert read.graphs.refused == "operation not permitted when stream is capturing"
@@ -99,7 +99,7 @@ def test_a_model_that_can_not_be_captured_runs_eagerly_and_says_so():
 @on_cpu
 def test_a_step_after_a_failed_capture_reads_nothing_that_the_capture_made():
     """The stand-in runs the step, as a capture does on the host, and then undoes all that it would not have computed."""
-    plain, read = decoders(CacheConfig(H2O(), 6), StepGraphs(lambda step, tokens: fail(step, tokens), after=1))
+    plain, read = decoders(CacheConfig(H2O(), 6), CapturedSteps(lambda step, tokens: fail(step, tokens), after=1))
     walk = read.walks[0]
 
     def fail(step, tokens):
@@ -128,9 +128,9 @@ def test_after_a_failed_capture_the_process_captures_no_more():
         raise RuntimeError("out of memory")
 
     config = CacheConfig(H2O(), 6)
-    plain, early = decoders(config, StepGraphs(Recorded, after=1))
-    _, fails = decoders(config, StepGraphs(refuse, after=1))
-    _, late = decoders(config, StepGraphs(Recorded, after=1))
+    plain, early = decoders(config, CapturedSteps(Recorded, after=1))
+    _, fails = decoders(config, CapturedSteps(refuse, after=1))
+    _, late = decoders(config, CapturedSteps(Recorded, after=1))
     tokens = tokens_of(20).split(1, 1)
     for read in (plain, early, fails):
         read(torch.cat(tokens[:8], 1))
@@ -256,7 +256,7 @@ def test_the_stream_is_restored_after_a_failed_capture(fake_cuda, fails_at):
 def test_captured_on_cuda(config):
     model, tokens = model_of("llama"), tokens_of(400)
     fast, plain = CachedDecoder(model, config, method=FASTEST), CachedDecoder(model, config, method=PLAIN_WALK)
-    fast.graphs = StepGraphs(after=1)
+    fast.graphs = CapturedSteps(after=1)
     for size in [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8:
         block, tokens = tokens[:, :size], tokens[:, size:]
         torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)
@@ -275,7 +275,7 @@ class OnCuda:
 def test_what_waits_in_the_dry_run_is_never_captured(monkeypatch, why):
     calls = []
     monkeypatch.setattr(captured, "dry_run", lambda step, tokens: calls.append("dry run") or (step(tokens), why))
-    graphs = StepGraphs(lambda step, tokens: calls.append("capture") or step, after=3)
+    graphs = CapturedSteps(lambda step, tokens: calls.append("capture") or step, after=3)
     for _ in range(6):
         graphs("slots", "phase", None, lambda tokens: calls.append("step"), OnCuda())
     assert calls.count("step") == 6

@@ -23,9 +23,9 @@ from kvbench.harness.engine.runs import RunReader
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import cpu_walk, fused
-from kvbench.harness.kernels.captured import StepGraphs
+from kvbench.harness.kernels.captured import CapturedSteps
 from kvbench.harness.kernels.compiler import built_of
-from kvbench.harness.kernels.cpu import StepKernel, WalkKernel
+from kvbench.harness.kernels.cpu import CpuStepKernel, CpuWalkKernel
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -55,7 +55,7 @@ def test_a_filled_decoder_is_in_the_state_of_one_that_has_read(family, config, t
         assert slots.keys.tensor[held].std() > 0.9
         assert not slots.keys.tensor[~held].any()
     assert ours.kept() == read.kept()
-    assert (ours._seen, ours._max_seen, ours.slots) == (read._seen, read._max_seen, read.slots)
+    assert (ours._tokens_read, ours._max_tokens_read, ours.slots) == (read._tokens_read, read._max_tokens_read, read.slots)
     assert torch.equal(ours._step, read._step)
 
 
@@ -75,7 +75,7 @@ def test_a_filled_cache_is_full_where_what_is_kept_depends_on_the_tokens(policy)
     assert len(states) == len(policy.statistics)
     for state in states:
         assert len(state.unique()) == state.numel() - len(state) + 1  # of the free slots alone it is the initial one
-    assert (ours._seen, ours.slots) == (read._seen, read.slots)
+    assert (ours._tokens_read, ours.slots) == (read._tokens_read, read.slots)
 
 
 class Graph:
@@ -98,7 +98,7 @@ class OnCuda(CachedDecoder):
 
     def __init__(self, model, config, streams=1, method=EAGER, dtype=None):
         super().__init__(model, config, streams, method, dtype)
-        self.graphs = StepGraphs(Graph) if method.captured else None
+        self.graphs = CapturedSteps(Graph) if method.captured else None
 
     def __call__(self, tokens, valid=None, keep=None):
         OnCuda.read_tokens += tokens.numel()
@@ -185,19 +185,19 @@ def test_methods_that_fail_only_together_are_not_used(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize(
-    ("policy", "kind"), [(H2O(), WalkKernel), (SinkWindow(4), ClosedForm)], ids=["compiled walk", "closed form"]
+    ("policy", "kind"), [(H2O(), CpuWalkKernel), (SinkWindow(4), ClosedForm)], ids=["compiled walk", "closed form"]
 )
 @pytest.mark.parametrize("seconds", [0.1, 100])
 def test_a_block_method_is_used_only_where_it_measures_faster(clock, as_on_cuda, policy, kind, seconds, streams):
     """Times are those of the fast method, and of the plain walk: 0.5 seconds a token and layer."""
     clock(kind, "__call__", seconds)
     clock(Rows, "release", 0.5)
-    name = "compiled walk" if kind is WalkKernel else "closed form"
+    name = "compiled walk" if kind is CpuWalkKernel else "closed form"
     found = fast_method(model_of("llama"), CacheConfig(policy, 8), *([streams] if streams > 1 else []))
     if seconds < 1:
         assert (found.blocks, found.refused) == (name, "")
     else:
-        assert found.blocks == ("walk" if kind is WalkKernel else "compiled walk")
+        assert found.blocks == ("walk" if kind is CpuWalkKernel else "compiled walk")
         assert found.refused == "a block takes 2e+05 ms, and 6.4e+04 ms plainly"
 
 
@@ -205,7 +205,7 @@ def test_a_block_method_is_used_only_where_it_measures_faster(clock, as_on_cuda,
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_captured_step_is_used_only_where_it_measures_faster(clock, as_on_cuda, slow):
     """Here by its kernel, so that the captured plain step is used instead."""
-    clock(StepKernel, "__call__", 2.0 if slow else 0.1)
+    clock(CpuStepKernel, "__call__", 2.0 if slow else 0.1)
     clock(Walk, "_step", 0.5)
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
     assert (found.blocks, found.step) == ("compiled walk", "captured")
@@ -262,8 +262,8 @@ def test_a_wrong_kernel_in_16_bits_is_refused(monkeypatch, config, spread, share
     """Its output is this share of the right one; where scores are large, rounding leaves less to be seen."""
     model = in_bfloat16(2, spread)
     assert fast_method(model, config).blocks == "compiled walk"
-    right = WalkKernel.__call__
-    monkeypatch.setattr(WalkKernel, "__call__", lambda *given, **named: right(*given, **named) * share)
+    right = CpuWalkKernel.__call__
+    monkeypatch.setattr(CpuWalkKernel, "__call__", lambda *given, **named: right(*given, **named) * share)
     found = fast_method(model, config)
     assert found.blocks == "walk"
     assert "compiled walk: its attention differs from the plain walk's" in found.refused
@@ -288,14 +288,14 @@ def wrong_in_one_layer(out, keys, calls=[0]):  # noqa: B006
 @pytest.mark.parametrize("config", [ANY, LOOKS], ids=str)
 @pytest.mark.parametrize("fault", [wrong_head, wrong_where_it_evicts, wrong_in_one_layer])
 def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, config, fault):
-    right = WalkKernel.__call__
+    right = CpuWalkKernel.__call__
 
     def wrong(self, slots, rows, layer, query, keys, *rest, **named):
         out = right(self, slots, rows, layer, query, keys, *rest, **named)
         fault(out, keys)
         return out
 
-    monkeypatch.setattr(WalkKernel, "__call__", wrong)
+    monkeypatch.setattr(CpuWalkKernel, "__call__", wrong)
     found = fast_method(in_bfloat16(2, 0.02), config)
     assert found.blocks == "walk"
     assert "compiled walk: its attention differs" in found.refused
@@ -304,7 +304,7 @@ def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, con
 @needs_compiler
 def test_both_sides_are_timed_in_the_same_state(monkeypatch, deep, as_on_cuda):
     seen = []
-    monkeypatch.setattr(MethodCheck, "_slower", lambda *given: seen.append(tuple(read._seen for read in given[-2:])) or "")
+    monkeypatch.setattr(MethodCheck, "_slower", lambda *given: seen.append(tuple(read._tokens_read for read in given[-2:])) or "")
     fast_method(deep, CacheConfig(Random(), 256))
     assert seen
     assert all(ours == theirs > 256 for ours, theirs in seen)

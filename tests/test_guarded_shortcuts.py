@@ -176,7 +176,7 @@ def test_compiled_code_that_evicts_other_tokens(monkeypatch, kernel):
 
 @needs_compiler
 def test_a_step_kernel_with_other_outputs(monkeypatch):
-    wrapped(monkeypatch, cpu.StepKernel, "__call__", lambda plain, *args: 1.01 * plain(*args))
+    wrapped(monkeypatch, cpu.CpuStepKernel, "__call__", lambda plain, *args: 1.01 * plain(*args))
     found = fast_method(model_of("llama"), HEAVY)
     assert is_refused(found, "step kernels", "step_kernel")
     assert found.method.walk_kernel

@@ -34,7 +34,7 @@ from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import BUCKET, LayerShape
 from kvbench.harness.kernels import choose, cuda, cuda_attention, flex, rope
-from kvbench.harness.kernels.captured import StepGraphs
+from kvbench.harness.kernels.captured import CapturedSteps
 from kvbench.harness.kernels.compiler import why_untraced
 from kvbench.harness.kernels.states import why_unserved
 from kvbench.harness.models.families import FAMILIES as FAMILY_SIZES
@@ -254,7 +254,7 @@ def test_a_cache_that_grows_past_a_table_of_angles(mode):
 def test_captured_steps(policy):
     """Checks the host's work between replays of CUDA graphs. A plain call stands in for the graph."""
     read = CachedDecoder(meta_model("llama"), config_of(policy), 2)
-    read.graphs = StepGraphs(lambda step, tokens: step, after=1)
+    read.graphs = CapturedSteps(lambda step, tokens: step, after=1)
     read_in(read, [1] * (CAPACITY + 4))
     assert read.graphs.replayed > CAPACITY
 

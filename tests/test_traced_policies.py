@@ -145,8 +145,9 @@ class Layer(NamedTuple):
     def walked(self, module, sizes: list[int]) -> tuple[Tensor, Slots]:
         """The same by a module's kernels, in blocks; a block of one token by those of a step."""
         slots, (query, keys, values, ids), seen, out = self.slots(), self.inputs(), 0, []
-        walk = module.WalkKernel.from_slots(slots, self.mode, LIMIT, 200)
-        step, release = module.StepKernel.from_slots(slots, self.mode, LIMIT, 200), module.ReleaseKernel.from_slots(slots)
+        step_kind, release_kind, walk_kind = module.KERNELS
+        walk = walk_kind.from_slots(slots, self.mode, LIMIT, 200)
+        step, release = step_kind.from_slots(slots, self.mode, LIMIT, 200), release_kind.from_slots(slots)
         ordered, windows = True, Windows(slots)
         for size in sizes:
             q, k, v, token_ids = (x[..., seen : seen + size, :] for x in (query, keys, values, ids[..., None]))

@@ -222,7 +222,7 @@ def read(case: Case, dtype: torch.dtype, method: Method, tokens: int = 1, valid:
     plan = walk.begin(block)
     out = torch.stack([walk.attend(plan, layer, *x, Terms(0.7 * case.dims[0] ** -0.5)) for layer, *x in by_layer])
     walk.end(plan, block)
-    return Read(out, plan.seen.get("weights") if isinstance(plan, Step) else None, slots)
+    return Read(out, plan.observed.get("weights") if isinstance(plan, Step) else None, slots)
 
 
 def check_close(ours: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -403,7 +403,7 @@ def test_bookkeeping_is_the_plain_one(of):
             scores = torch.randn(8, of.group, attended, generator=generator).to(DEVICE)
             mass = (scores * (0 if of.ties else 1)).masked_fill(~rows.used(), float("-inf")).softmax(-1)
         if by_kernel:
-            cuda.ReleaseKernel.from_slots(slots)(slots, rows, mass if slots.tensors.states else None, step, full)
+            cuda.CudaReleaseKernel.from_slots(slots)(slots, rows, mass if slots.tensors.states else None, step, full)
         else:
             rows.update({"weights": mass}, None)
             rows.release(None, full, False)

@@ -220,21 +220,21 @@ def is_same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and bool(a.equal(b)) and layouts[0] == layouts[1]
 
 
-def weights(scores: Tensor, terms: Terms, heads: int, seen: Tensor | None = None) -> Tensor:
+def weights(scores: Tensor, terms: Terms, heads: int, visible: Tensor | None = None) -> Tensor:
     """Softmax over the keys, in float32 or wider. [N, G, L] -> [N, G, L].
 
     Args:
         scores: scaled dot products, rows ordered (stream, head).
         terms: their softcap and sink logits are applied here.
         heads: H, to arrange the sink logits.
-        seen: keys that may be attended; all when None. Broadcasts to [N, G, L], bool.
+        visible: keys that may be attended; all when None. Broadcasts to [N, G, L], bool.
     """
     if scores.dtype.itemsize < 4:
         scores = scores.float()
     if terms.softcap is not None:
         scores = torch.tanh(scores / terms.softcap) * terms.softcap
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
     if terms.sink_logits is None:
         return torch.softmax(scores, -1)
     sink = terms.sink_logits.to(scores.dtype).view(1, heads, -1, 1)
@@ -262,17 +262,17 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, length, group = query.shape[3], keys.shape[2], query.shape[2]
-    plain = padding is None and terms == Terms(terms.scaling)
-    if group > 1 and _needs_equal_heads(query, values, terms, plain):
+    is_standard = padding is None and terms == Terms(terms.scaling)
+    if group > 1 and _needs_equal_heads(query, values, terms, is_standard):
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         return causal(query.flatten(1, 2)[:, :, None], keys, values, terms, padding).view(*query.shape[:4], -1)
-    if plain and (tokens == length or query.device.type in _CUDA):
+    if is_standard and (tokens == length or query.device.type in _CUDA):
         flat, mask = query.flatten(1, 2), None if tokens == length else _lower_right(tokens, length)
         out = scaled_dot_product_attention(
             flat, keys, values, mask, is_causal=mask is None, scale=terms.scaling, enable_gqa=flat.shape[1] > keys.shape[1]
         )
         return out.view(*query.shape[:4], values.shape[3])
-    if plain and can_fuse(query, values, terms):
+    if is_standard and can_fuse(query, values, terms):
         return _past_and_own(query, keys, values, terms.scaling)
     rows = max(1, _MAX_SCORES // (query.shape[:3].numel() * length))
     if terms.softcap is None and terms.sink_logits is None:
@@ -286,8 +286,8 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
 
 def can_fuse(query: Tensor, values: Tensor, terms: Terms) -> bool:
     """Return whether `fused_attention` computes this attention."""
-    plain = terms.softcap is None and terms.sink_logits is None
-    return plain and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
+    is_standard = terms.softcap is None and terms.sink_logits is None
+    return is_standard and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
 
 
 def fused_attention(
@@ -329,14 +329,14 @@ def _lower_right(tokens: int, length: int) -> Tensor:
     return causal_lower_right(tokens, length)
 
 
-def _needs_equal_heads(query: Tensor, values: Tensor, terms: Terms, plain: bool) -> bool:
+def _needs_equal_heads(query: Tensor, values: Tensor, terms: Terms, is_standard: bool) -> bool:
     """Whether a fused kernel takes this on CUDA only if there are as many KV heads as query heads.
 
     FlashAttention takes groups of query heads, but only 16-bit types and no mask but the causal one; the memory-efficient kernel
     takes masks and float32, but no groups (up to PyTorch 2.13; `sdp_utils.cpp`); cuDNN may be off. Where none of them takes a
     call, PyTorch computes all scores.
     """
-    flash = plain and query.dtype in _FLASH_DTYPES and query.shape[4] == values.shape[3] <= _FLASH_MAX_DIM
+    flash = is_standard and query.dtype in _FLASH_DTYPES and query.shape[4] == values.shape[3] <= _FLASH_MAX_DIM
     return query.device.type in _CUDA and terms.softcap is None and terms.sink_logits is None and not flash
 
 
@@ -349,19 +349,19 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
         torch.arange(first, first + tokens, device=query.device)[:, None]
         - torch.arange(low, first + tokens, device=query.device)
     )  # fmt: skip
-    seen = age >= 0 if terms.sliding_window is None else (age >= 0) & (age < terms.sliding_window)
+    visible = age >= 0 if terms.sliding_window is None else (age >= 0) & (age < terms.sliding_window)
     if padding is not None:  # a padding query attends to itself, because softmax over no keys is NaN
         token = torch.arange(low, first + tokens, device=query.device) >= padding[:, None, None]  # [B, 1, L]
-        seen = ((seen & token) | (age == 0))[:, None]  # [B, 1, T, L]
+        visible = ((visible & token) | (age == 0))[:, None]  # [B, 1, T, L]
     if terms.softcap is None and terms.sink_logits is None:
         flat = query.flatten(1, 2)
-        out = scaled_dot_product_attention(flat, keys, values, seen, scale=terms.scaling, enable_gqa=group > 1)
+        out = scaled_dot_product_attention(flat, keys, values, visible, scale=terms.scaling, enable_gqa=group > 1)
         return out.view(streams, heads, group, tokens, -1)
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
     if terms.sink_logits is not None:  # one logit per row
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
     if padding is not None:
-        seen = seen.expand(-1, heads, -1, -1).flatten(0, 1)  # [N, T, L]
-    rows = torch.cat([seen] * group, -2)  # [G * T, L], or [N, G * T, L] with padding
+        visible = visible.expand(-1, heads, -1, -1).flatten(0, 1)  # [N, T, L]
+    rows = torch.cat([visible] * group, -2)  # [G * T, L], or [N, G * T, L] with padding
     mass = weights(scores.flatten(0, 1).flatten(1, 2), terms, heads, rows).view(scores.shape)
     return torch.einsum("bhgtl,bhld->bhgtd", mass.to(values.dtype), values)

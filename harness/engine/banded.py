@@ -62,11 +62,11 @@ def banded(
             near, log_sum = fused_attention(query[:, :, :, chunk], keys[:, :, part], values[:, :, part], terms.scaling, mask)
             log_sums.append(log_sum)
         else:
-            seen = _band(*size, query.device)
+            visible = _band(*size, query.device)
             chunk_sinks = None if sinks is None else sinks._replace(query=sinks.query[:, :, :, chunk])
             chunk_outside = None if outside is None else outside[chunk]
-            near = _plain(
-                query[:, :, :, chunk], keys[:, :, part], values[:, :, part], seen, chunk_sinks, chunk_outside, terms
+            near = _with_all_scores(
+                query[:, :, :, chunk], keys[:, :, part], values[:, :, part], visible, chunk_sinks, chunk_outside, terms
             )  # fmt: skip
         out.append(near)
     near = torch.cat(out, 3)
@@ -85,24 +85,24 @@ def _band(tokens: int, before: int, window: int, device: torch.device) -> Tensor
 @lru_cache(maxsize=16)
 def _additive_mask(tokens: int, before: int, window: int, group: int, dtype: torch.dtype) -> Tensor:
     """`_band` as a mask to add to scores, repeated for every query head of a KV head. [G * T, L]."""
-    seen = _band(tokens, before, window, torch.device("cpu"))
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf).repeat(group, 1)
+    visible = _band(tokens, before, window, torch.device("cpu"))
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -torch.inf).repeat(group, 1)
 
 
-def _plain(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, sinks: Sinks | None, outside: Tensor | None, terms: Terms
+def _with_all_scores(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sinks: Sinks | None, outside: Tensor | None, terms: Terms
 ) -> Tensor:
-    """Attention with all scores in memory. seen: [T, L] bool; outside: sinks before the window, [T, E] bool."""
+    """Attention with all scores in memory. visible: [T, L] bool; outside: sinks before the window, [T, E] bool."""
     tokens, heads = query.shape[3], query.shape[1]
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
     if sinks is not None and outside is not None:
         far = torch.einsum("bhgtd,bhed->bhgte", sinks.query * terms.scaling, sinks.keys)
-        scores, seen = torch.cat([far, scores], -1), torch.cat([outside, seen], -1)
+        scores, visible = torch.cat([far, scores], -1), torch.cat([outside, visible], -1)
         values = torch.cat([sinks.values, values], 2)
     if terms.sink_logits is not None:  # one logit per row
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
     flat = scores.flatten(0, 1).flatten(1, 2)
-    mass = weights(flat, terms, heads, seen.repeat(query.shape[2], 1)).view(scores.shape)
+    mass = weights(flat, terms, heads, visible.repeat(query.shape[2], 1)).view(scores.shape)
     return torch.einsum("bhgtl,bhld->bhgtd", mass.to(values.dtype), values)
 
 
@@ -119,13 +119,13 @@ def merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: 
     """
     if near.dtype.itemsize >= 4:
         return _joined(near, log_sum, sinks, outside, terms)
-    wide = Sinks(sinks.query, sinks.keys.float(), sinks.values.float())
+    float32_sinks = Sinks(sinks.query, sinks.keys.float(), sinks.values.float())
     parts = zip(
         near.split(_MAX_CHUNK, 3), log_sum.split(_MAX_CHUNK, 3), sinks.query.split(_MAX_CHUNK, 3), outside.split(_MAX_CHUNK),
         strict=True,
     )  # fmt: skip
-    joined = [_joined(x.float(), y, wide._replace(query=q.float()), seen, terms).to(near.dtype) for x, y, q, seen in parts]
-    return torch.cat(joined, 3)
+    joined = (_joined(x.float(), y, float32_sinks._replace(query=q.float()), mask, terms) for x, y, q, mask in parts)
+    return torch.cat([x.to(near.dtype) for x in joined], 3)
 
 
 def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:

@@ -17,7 +17,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.held import writes
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import Rows
-from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Part, Slots
+from kvbench.harness.engine.slots import Budget, Cadence, LayerHeads, LayerShape, Slots
 from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
@@ -76,29 +76,28 @@ class Layout:
         self._model, self._config, self._streams, self._dtype = model, config, streams, dtype or model.dtype
         bound = self.bound(config.capacity)
         self._needs_output = any(writes(s) for s in bound.statistics)
-        self._keys_rotated = False  # while the policy is asked
         self._keys_rotated = config.positions == "stream" and not self._compares_keys()
         if config.kv is not None:
             self._keys_rotated = self._coded_rotated(config.kv, bound)
 
     def for_stream(self, table: Table | None) -> list[Slots]:
         """Slots that evict while tokens come in."""
-        config, made = self._config, []
+        config, slots = self._config, []
         for (shape, budget), parts in self._grouped(lambda layer, head: table[layer][head] if table else config.capacity).items():
             kept = shape.kept(budget)
             cadence = Cadence.from_start(kept, config.every if config.policy.evicts else 1)
-            made.append(self._slots(shape, parts, self.bound(kept), cadence, self._limits(shape, kept)))
-        return made
+            slots.append(self._slots(shape, parts, self.bound(kept), cadence, self._limits(shape, kept)))
+        return slots
 
     def for_prompt(self, length: int, table: Table | None) -> list[Slots]:
         """Slots that hold a whole prompt, and what the policy wants to know about it at any head's budget."""
-        made = []
+        slots = []
         for (shape, _), parts in self._grouped(lambda *_: None).items():
             room, kept = shape.kept(length), shape.kept(self._config.capacity)
             budgets = {kept, *(shape.kept(n) for part in parts for n in (table[part.layer] if table else ()))}
             statistics = dict.fromkeys(s for n in sorted(budgets, key=str) for s in self.bound(n).statistics)
-            made.append(self._slots(shape, parts, self.bound(kept), Cadence.from_start(room), Budget(room), tuple(statistics)))
-        return made
+            slots.append(self._slots(shape, parts, self.bound(kept), Cadence.from_start(room), Budget(room), tuple(statistics)))
+        return slots
 
     def after_prompt(self, length: int, counts: Sequence[Sequence[int]], table: Table | None) -> list[Slots]:
         """Slots for what is kept of a prompt by budgets known beforehand.
@@ -108,14 +107,14 @@ class Layout:
             counts: tokens that each head keeps. [L][H].
             table: the budgets; None if all heads have the same.
         """
-        made, capacity = [], self._config.capacity
+        slots, capacity = [], self._config.capacity
         for (shape, (count, budget)), parts in self._grouped(
             lambda layer, head: (counts[layer][head], table[layer][head] if table else capacity)
         ).items():
             kept = shape.kept(budget)
             cadence, limits = self._afterwards(shape, kept, length, count)
-            made.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
-        return made
+            slots.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
+        return slots
 
     def as_decided(self, length: int, counts: Sequence[Tensor]) -> list[Slots]:
         """Slots for what is kept of a prompt that decided itself how much. Heads of a layer that differ in it are padded.
@@ -124,15 +123,15 @@ class Layout:
             length: tokens of the prompt.
             counts: tokens that each head of all processes keeps, one a layer; the host waits for them. [B, H] int64.
         """
-        capacity, made = self._config.capacity, []
+        capacity, slots = self._config.capacity, []
         if any(bool((count != count[0, 0]).any()) for count in counts):
             return [self._uneven(length, layer, count) for layer, count in enumerate(counts)]
         cut = capacity is not None and length > capacity  # a prompt that fits decides nothing
         for (shape, count), parts in self._grouped(lambda layer, _: int(counts[layer][0, 0])).items():
             kept = shape.kept(capacity)
             cadence, limits = self._afterwards(shape, shape.kept(count) if cut else kept, length, count)
-            made.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
-        return made
+            slots.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
+        return slots
 
     def _uneven(self, length: int, layer: int, counts: Tensor) -> Slots:
         """Slots of one layer whose heads hold different numbers of tokens. counts: [B, H] int64."""
@@ -164,9 +163,9 @@ class Layout:
         policy = self._config.policy
         return policy if kept is None or self._config.capacity is None else policy.bind(kept)
 
-    def _grouped(self, key: Callable[[int, int], Key]) -> dict[tuple[LayerShape, Key], list[Part]]:
+    def _grouped(self, key: Callable[[int, int], Key]) -> dict[tuple[LayerShape, Key], list[LayerHeads]]:
         """Heads by shape and key. key: of a layer and a head."""
-        groups: dict[tuple[LayerShape, Key], list[Part]] = {}
+        groups: dict[tuple[LayerShape, Key], list[LayerHeads]] = {}
         for layer, shape in enumerate(self._model.layers):
             alike: dict[Key, list[int]] = {}
             for head in range(shape.heads):
@@ -176,9 +175,9 @@ class Layout:
                 groups.setdefault((replace(shape, heads=len(heads)), name), []).append(part)
         return groups
 
-    def _part(self, layer: int, heads: tuple[int, ...] | None) -> Part:
+    def _part(self, layer: int, heads: tuple[int, ...] | None) -> LayerHeads:
         output = self._model.output_of(layer) if self._needs_output else None
-        return Part(layer, heads, output if output is None or heads is None else output[list(heads)])
+        return LayerHeads(layer, heads, output if output is None or heads is None else output[list(heads)])
 
     def _compares_keys(self) -> bool:
         """Whether the policy, or one of its statistics, looks at keys that are held. If in doubt, it does.
@@ -193,13 +192,13 @@ class Layout:
         cadence, policy = Cadence.from_start(kept), self.bound(kept)
         if not _names(policy).isdisjoint(("keys", "rotated_keys")):
             return True
-        slots = self._slots(shape, [Part(0)], policy, cadence, Budget(kept), policy.statistics, torch.device("meta"))
+        device = torch.device("meta")
+        slots = self._slots(shape, [LayerHeads(0)], policy, cadence, Budget(kept), policy.statistics, device, keys_rotated=True)
         rows = Rows(slots, slots.num_slots)
         if rows.summed:
             return True
-        del rows.view.keys
         try:
-            rows.update(rows.room_for_seen(), None)
+            rows.update(rows.observation_buffers(), None)
             policy.importance(rows.view)
             policy.prompt_budgets([rows.view] * len(self._model.layers), self._config.capacity)
         except Exception:  # the keys are missing, or whatever a user's policy may raise
@@ -220,20 +219,22 @@ class Layout:
         return codec.keys == "rotated"
 
     def _slots(
-        self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget,
-        statistics: Sequence[Statistic] | None = None, device: torch.device | None = None,
+        self, shape: LayerShape, parts: Sequence[LayerHeads], policy: Policy, cadence: Cadence, budget: Budget,
+        statistics: Sequence[Statistic] | None = None, device: torch.device | None = None, keys_rotated: bool | None = None,
     ) -> Slots:  # fmt: skip
         """Slots; those that are given their statistics are not coded."""
         model, config = self._model, self._config
         codec = config.kv if statistics is None else None
         if isinstance(codec, Kivi) and cadence.capacity is not None:
             raise ValueError(f"kv: {codec.name} codes groups of tokens, out of which a layer with a sliding window would evict")
+        if keys_rotated is None:
+            keys_rotated = self._keys_rotated and shape.rotation is not None
         if statistics is None:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
             num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=device or shape.device or model.device,
-            dtype=self._dtype, keys_rotated=self._keys_rotated and shape.rotation is not None, codec=codec,
+            dtype=self._dtype, keys_rotated=keys_rotated, codec=codec,
         )  # fmt: skip
 
 

@@ -61,14 +61,16 @@ class ClosedForm:
         self._sinks, self._window = band
         self.may_flex = False
 
-    def takes(self, tokens: int, seen: int) -> bool:
+    def takes(self, tokens: int, tokens_before: int) -> bool:
         """Whether RoPE puts every kept token at one place for the whole block."""
         if self._mode != "clamped" or self._rotation is None:
             return True
-        crossing = seen + tokens > self._limit and seen < self._limit + self._sinks and self._sinks > 0
+        crossing = tokens_before + tokens > self._limit and tokens_before < self._limit + self._sinks and self._sinks > 0
         return self._window <= self._limit and not crossing  # sinks reach the limit one by one: those blocks are walked
 
-    def __call__(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int) -> Tensor:
+    def __call__(
+        self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, tokens_before: int
+    ) -> Tensor:
         """A block through one layer; leaves the slots oldest first.
 
         Args:
@@ -77,13 +79,13 @@ class ClosedForm:
             keys: unrotated, dims in the model's order. [B, H, T, D].
             values: [B, H, T, Dv].
             held: before the block.
-            seen: tokens before the block.
+            tokens_before: tokens before the block.
 
         Returns:
             [B, H, G, T, Dv].
         """
         RAN["closed form"] += 1
-        return self._read(rows, query, keys, values, terms._replace(sliding_window=None), held, seen, banded)
+        return self._read(rows, query, keys, values, terms._replace(sliding_window=None), held, tokens_before, banded)
 
     def _read(
         self,
@@ -93,56 +95,59 @@ class ClosedForm:
         values: Tensor,
         terms: Terms,
         held: Held,
-        seen: int,
+        tokens_before: int,
         attend: Callable[[Tensor, Tensor, Tensor, int, Sinks | None, Terms, int], Tensor],
     ) -> Tensor:
         """`__call__` in PyTorch. attend: computes the banded attention; its arguments are those of `banded`."""
         if self._rotation is not None:
             query, keys = self._rotation.pair(query), self._rotation.pair(keys)
         sinks, streams, tokens = self._sinks, query.shape[0], keys.shape[2]
-        used = seen + tokens
+        used = tokens_before + tokens
         if self._rotation is not None and self._keys_rotated:
-            own = self._rotation.factors(torch.arange(seen, used, device=keys.device), keys.dtype, self._rope_length)
+            own = self._rotation.factors(torch.arange(tokens_before, used, device=keys.device), keys.dtype, self._rope_length)
             query, keys = rotate(query, own), rotate(keys, own)
         all_keys = torch.cat([held.keys.unflatten(0, (streams, -1)), keys], 2)
         all_values = torch.cat([held.values.unflatten(0, (streams, -1)), values], 2)
-        skipped, first = self._near(seen)
+        skipped, first = self._near(tokens_before)
         first_tokens = None
         if self._sees_sinks(used):
             first_tokens = Sinks(query, all_keys[:, :, :sinks], all_values[:, :, :sinks])
         near_query, near_keys = query, all_keys[:, :, skipped:]
         if self._rotation is not None and not self._keys_rotated:
-            at = torch.arange(near_keys.shape[2], device=keys.device)
-            factors = self._rotation.factors(at, keys.dtype, near_keys.shape[2])
+            positions = torch.arange(near_keys.shape[2], device=keys.device)
+            factors = self._rotation.factors(positions, keys.dtype, near_keys.shape[2])
             near_query, near_keys = rotate(query, factors[-tokens:]), rotate(near_keys, factors)
             if first_tokens is not None:
-                query_factors, key_factors = self._far_factors(sinks, tokens, seen, self._rotation, keys)
+                query_factors, key_factors = self._far_factors(sinks, tokens, tokens_before, self._rotation, keys)
                 first_tokens = Sinks(rotate(query, query_factors), rotate(first_tokens.keys, key_factors), first_tokens.values)
         near_values = all_values[:, :, skipped:]
         out = attend(near_query, near_keys, near_values, self._window, first_tokens, terms, first)
         self._keep(rows, all_keys.flatten(0, 1), all_values.flatten(0, 1), used)
         return out
 
-    def _near(self, seen: int) -> tuple[int, int]:
+    def _near(self, tokens_before: int) -> tuple[int, int]:
         """The first token that the block's first query sees in its window: its index among those held, and its position."""
-        if seen > self._capacity:  # there is a gap between the sinks and the window
-            return self._sinks, seen - self._window
-        first = max(0, seen - self._window)
+        if tokens_before > self._capacity:  # there is a gap between the sinks and the window
+            return self._sinks, tokens_before - self._window
+        first = max(0, tokens_before - self._window)
         return first, first
 
     def _sees_sinks(self, used: int) -> bool:
         """Whether a query of the block that ends after `used` tokens sees sinks apart from its window."""
         return self._sinks > 0 and used - 1 > self._window
 
-    def _far_factors(self, count: int, tokens: int, seen: int, rotation: Rotation, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _far_factors(
+        self, count: int, tokens: int, tokens_before: int, rotation: Rotation, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """RoPE of the block's queries and of the first `count` tokens, where the position mode puts them. [T, P], [E, P]."""
-        at, key_at = torch.arange(seen, seen + tokens, device=like.device), torch.arange(count, device=like.device)
+        query_positions = torch.arange(tokens_before, tokens_before + tokens, device=like.device)
+        key_positions = torch.arange(count, device=like.device)
         if self._mode == "cache":
-            at = at.clamp(max=self._capacity)
-        elif self._mode == "clamped" and seen >= self._limit:
-            at, key_at = torch.full_like(at, self._limit), torch.zeros_like(key_at)
-        query_factors, key_factors = (rotation.factors(x, like.dtype, self._rope_length) for x in (at, key_at))
-        return query_factors, key_factors
+            query_positions = query_positions.clamp(max=self._capacity)
+        elif self._mode == "clamped" and tokens_before >= self._limit:
+            query_positions, key_positions = torch.full_like(query_positions, self._limit), torch.zeros_like(key_positions)
+        length = self._rope_length
+        return rotation.factors(query_positions, like.dtype, length), rotation.factors(key_positions, like.dtype, length)
 
     def _kept(self, used: int) -> tuple[int, int]:
         """After `used` tokens: how many of the first tokens are kept, and how many of the newest."""

@@ -115,7 +115,7 @@ class _RecordedModel(Model):
         """Return the inputs of all tokens, in the order in which the layers ran."""
         joined = []
         for layer, parts in self._recorded.items():
-            query, keys, values = (torch.cat([part[at] for part in parts], 2) for at in (1, 2, 3))  # type: ignore[misc]
+            query, keys, values = (torch.cat([part[field] for part in parts], 2) for field in (1, 2, 3))  # type: ignore[misc]
             joined.append(LayerInputs(layer, query, keys, values, parts[0].terms))
         return joined
 
@@ -145,16 +145,16 @@ class ReferenceComparison:
     don't count, if the policy looks at attention. All single tokens count.
     """
 
-    def __init__(self, inputs: Sequence[LayerInputs], reads: Mapping[CachedDecoder, torch.dtype], seen: int) -> None:
+    def __init__(self, inputs: Sequence[LayerInputs], reads: Mapping[CachedDecoder, torch.dtype], tokens_before: int) -> None:
         """Let decoders replay recorded inputs instead of running their model.
 
         Args:
             inputs: of every layer.
             reads: the reference, the candidate and perhaps the reference in a wider dtype, whose answers then count as exact;
                 with the dtypes of their inputs.
-            seen: tokens of each stream that the decoders have read before.
+            tokens_before: tokens of each stream that the decoders have read before.
         """
-        self._reads, self._seen = [*reads], seen
+        self._reads, self._tokens_read = [*reads], tokens_before
         self._layers = [layer for layer, *_ in inputs]
         self._models = [ReplayedModel(read.model, inputs, dtype) for read, dtype in reads.items()]
         for read, model in zip(self._reads, self._models, strict=True):
@@ -167,10 +167,10 @@ class ReferenceComparison:
     def read(self, tokens: Tensor) -> None:
         """Replay a block, and compare the answers of rows that hold the same tokens before and after it. [B, T] int64."""
         single = tokens.shape[1] == 1
-        self._seen += tokens.shape[1]
+        self._tokens_read += tokens.shape[1]
         for read in self._reads:
             read(tokens)
-        evicts = any(_evicts_by_attention(walk.slots, self._seen) for walk in self._reads[0].walks)
+        evicts = any(_evicts_by_attention(walk.slots, self._tokens_read) for walk in self._reads[0].walks)
         swaps = self._is_16_bit and not single and evicts
         before, self._alike = self._alike, self._rows_alike()
         self._compare(single, swaps, {layer: rows & before.get(layer, rows) for layer, rows in self._alike.items()})
@@ -231,9 +231,9 @@ class ReferenceComparison:
         return torch.stack([_same_positions(first, other) for other in others]).all(0)
 
 
-def _evicts_by_attention(slots: Slots, seen: int) -> bool:
-    """Whether a policy that looks at attention has evicted tokens, after `seen` of each stream."""
-    return bool(slots.sees) and slots.capacity is not None and seen > slots.capacity
+def _evicts_by_attention(slots: Slots, tokens_read: int) -> bool:
+    """Whether a policy that looks at attention has evicted tokens, after `tokens_read` of each stream."""
+    return bool(slots.sees) and slots.capacity is not None and tokens_read > slots.capacity
 
 
 def _held_positions(read: CachedDecoder, layer: int) -> Tensor:

@@ -208,8 +208,8 @@ def _choose(
         The method with those of its shortcuts that have answered, its trial, and why better ones were not chosen.
     """
     reasons = list[str]()
-    for at, rung in enumerate(ladder):
-        tried = whole if at == 0 and not whole.refused else check.trial(rung.method)
+    for index, rung in enumerate(ladder):
+        tried = whole if index == 0 and not whole.refused else check.trial(rung.method)
         idle = "" if tried.ran.get(rung.shortcut) else tried.eager_because or "it did not answer in the check"
         if not (tried.refused or idle or slow(tried)):
             return rung.method.limited_to(tried.ran), tried, reasons

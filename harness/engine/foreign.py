@@ -173,8 +173,8 @@ class ForeignDecoder:
             return True
         known = [layer for layer in self.cache.layers if type(layer).reorder_cache is not CacheLayerMixin.reorder_cache]
         reached = [[layer.keys, layer.values] for layer in self._layers]
-        seen = {id(t) for t in tensors_in([known, reached], _NOT_OF_A_CACHE)}
-        return all(t.ndim == 0 or id(t) in seen for t in tensors_in(self.cache, _NOT_OF_A_CACHE))
+        reachable = {id(t) for t in tensors_in([known, reached], _NOT_OF_A_CACHE)}
+        return all(t.ndim == 0 or id(t) in reachable for t in tensors_in(self.cache, _NOT_OF_A_CACHE))
 
     @property
     def _layers(self) -> list[Any]:

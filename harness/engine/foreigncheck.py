@@ -78,8 +78,8 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
 
 
 def _wrong_length(read: ForeignDecoder, tokens: int) -> str | None:
-    said = int(read.cache.get_seq_length())
-    return None if said == tokens else f"get_seq_length says {said} after {tokens} tokens"
+    length = int(read.cache.get_seq_length())
+    return None if length == tokens else f"get_seq_length says {length} after {tokens} tokens"
 
 
 def _attention_that_agrees(model: Model, policy: Contestant, ids: Tensor) -> str:

@@ -31,8 +31,8 @@ class HeldRows:
 
     def __init__(self, slots: Slots, attended: int, layer: int | None = None) -> None:
         """Look at the first `attended` slots of one layer (its index in the model), or of all."""
-        at = 0 if layer is None else slots.layers.index(layer)
-        layers = slice(at, len(slots.layers) if layer is None else at + 1)
+        first = 0 if layer is None else slots.layers.index(layer)
+        layers = slice(first, len(slots.layers) if layer is None else first + 1)
         heads, tensors = slots.shape.heads, slots.tensors
         per_layer = slots.streams * heads
         part = slice(layers.start * per_layer, layers.stop * per_layer)
@@ -43,7 +43,8 @@ class HeldRows:
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
-        self.heads, self.asked, self.keys_rotated = heads, slots.sees, slots.keys_rotated  # H; what statistics read of attention
+        self.heads, self.keys_rotated = heads, slots.keys_rotated
+        self.observed_names = slots.sees  # what statistics read of attention
         self._pages, self._part = tensors.pages, part
         self.base = part.start * slots.num_slots  # flat index of these rows' first slot
         self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
@@ -60,15 +61,14 @@ class HeldRows:
         index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
-        made_when_asked = slots.codec is not None or self._pages is not None
-        keys, values = (rank, rank) if made_when_asked else (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
-        self.view = CacheView(
-            rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
-        )
-        if made_when_asked:
-            self.view = StoredView(self.view, None if slots.keys_rotated else self._keys, self._values, heads)
-        elif slots.keys_rotated:  # nobody looks at them
-            del self.view.keys
+        rest = self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
+        self.view: CacheView
+        if slots.codec is None and self._pages is None and not slots.keys_rotated:
+            keys, values = (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
+            self.view = CacheView(rank, position, index, keys, values, *rest)
+        else:
+            keys_window = None if slots.keys_rotated else self._keys
+            self.view = StoredView(rank, position, index, keys_window, self._values, *rest)
 
     @property
     def page_table(self) -> Tensor | None:
@@ -119,7 +119,7 @@ class HeldRows:
         if self._pages is not None:
             self._pages.take(self._part, last - self._row_base + 1)
 
-    def _at(self, slots: Tensor) -> Tensor:
+    def _places(self, slots: Tensor) -> Tensor:
         """Map slots to the places of their K and V, which differ in a pool. Flat indices, [n] int64 -> [n] int64."""
         return slots if self._pages is None else self._pages.places(slots)
 
@@ -178,8 +178,8 @@ class HeldRows:
         heads = self._slots.shape.heads
         keys, values, steps, tokens = (x.unflatten(0, (-1, heads)) for x in (key, value, step, ids))
         token = Written(keys, values, steps, tokens, self._rotated, self._output)
-        made = {s: s.written(token) for s in self.states}
-        return {s: x.flatten(0, 1) for s, x in made.items() if x is not None}
+        values_of = {s: s.written(token) for s in self.states}
+        return {s: x.flatten(0, 1) for s, x in values_of.items() if x is not None}
 
     def note_written(
         self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None

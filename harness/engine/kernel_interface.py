@@ -88,7 +88,7 @@ class WalkKernel(Protocol):
         values: Tensor,
         scaling: float,
         ordered: bool,
-        seen: int,
+        tokens_before: int,
         written: Mapping[Statistic, Tensor] | None = None,
     ) -> Tensor:
         """Walk a block of streams of equal length.
@@ -101,7 +101,7 @@ class WalkKernel(Protocol):
             values: [B, H, T, Dv].
             scaling: of the scores, if the kernel `rotates`.
             ordered: the slots hold their tokens oldest first.
-            seen: tokens before the block.
+            tokens_before: tokens before the block.
             written: first values of statistics that compute them. [N, T, *k] each.
 
         Returns:

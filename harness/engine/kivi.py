@@ -78,10 +78,10 @@ class KiviKeysWindow(Padded):
 
     def read(self) -> Tensor:
         """Codes of complete blocks, and the keys of the newest token's block as they are."""
-        at, size = torch.arange(self._slots, device=self._rank.device), self._codec.residual
+        slot, size = torch.arange(self._slots, device=self._rank.device), self._codec.residual
         newest = (count_of(self._rank) - 1)[:, None]
-        ours = (at // size == newest // size)[..., None]
-        return torch.where(ours, self._exact[:, at % size], self._decoded())
+        ours = (slot // size == newest // size)[..., None]
+        return torch.where(ours, self._exact[:, slot % size], self._decoded())
 
     def _decoded(self) -> Tensor:
         """Decode the keys of complete blocks; zeros in slots whose block has no room. [N, S, D], the model's dtype."""
@@ -89,10 +89,10 @@ class KiviKeysWindow(Padded):
         missing = self._slots - keys.shape[1]
         return torch.nn.functional.pad(keys, (0, 0, 0, missing))
 
-    def write(self, at: Tensor, x: Tensor) -> None:
+    def write(self, indices: Tensor, x: Tensor) -> None:
         """Put keys into slots that follow each other in each row, and code the blocks that they complete."""
         new = x.unflatten(0, (len(self._row), -1))
-        first = at.view(len(self._row), -1)[:, 0] % self._rank.shape[1]
+        first = indices.view(len(self._row), -1)[:, 0] % self._rank.shape[1]
         self._append(first, new, first.new_full(first.shape, new.shape[1]))
 
     def put(self, x: Tensor) -> None:
@@ -112,17 +112,17 @@ class KiviKeysWindow(Padded):
             block = known.take_along_dim(source[..., None], 1)
             complete = ((number + 1) * size <= before[:, 0] + count).view(-1, 1, 1)
             place = self._row, (first // size + number).clamp(max=blocks - 1)
-            for part, made in zip(self._parts, encoded(block.mT, self._codec), strict=True):
-                part[place] = torch.where(complete, made, part[place])
+            for part, coded in zip(self._parts, encoded(block.mT, self._codec), strict=True):
+                part[place] = torch.where(complete, coded, part[place])
         last = (first + count - 1)[:, None]
         source = last - (last - of_block) % size - first[:, None]  # the newest key of each place, counted from the first
         kept = new.take_along_dim(source.clamp(0, new.shape[1] - 1)[..., None], 1)
         self._exact.copy_(torch.where((source >= 0)[..., None], kept, self._exact))
 
-    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
         """Write a run of tokens, and return each slot in every stage: coded, coded, exempt."""
-        self.write(at, x)
-        return torch.cat([self._decoded(), self._decoded(), with_run(before, at % self._rank.shape[1], x)], 1)
+        self.write(indices, x)
+        return torch.cat([self._decoded(), self._decoded(), with_run(before, indices % self._rank.shape[1], x)], 1)
 
 
 class KiviValues(CodedStore):
@@ -155,9 +155,9 @@ class KiviValuesWindow(CodedWindow):
         rank = self._account
         return torch.where(rank < rank.shape[1], rank, -1)
 
-    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
         """Write a run of tokens, and return each slot in every stage: coded, exempt, exempt."""
-        both = super().entered(at, x, before)
+        both = super().entered(indices, x, before)
         return torch.cat([both, both[:, self._slots :]], 1)
 
 

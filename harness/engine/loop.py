@@ -70,24 +70,24 @@ class BlockInLayers:
     def __init__(self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], block: Block) -> None:
         """Plan the block. shares: of each layer, the walks that answer it."""
         self.walks, self._shares = walks, shares
-        at = block.steps.device
-        self._blocks = [block if walk.slots.device == at else block.on(walk.slots.device) for walk in walks]
+        device = block.steps.device
+        self._blocks = [block if walk.slots.device == device else block.on(walk.slots.device) for walk in walks]
         self._plans = [walk.begin(own) for walk, own in zip(walks, self._blocks, strict=True)]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Answer one layer's attention from its cache."""
         shares = self._shares[layer]
         if len(shares) == 1:
-            at = shares[0].walk
-            return self.walks[at].attend(self._plans[at], layer, query, keys, values, terms)
+            index = shares[0].walk
+            return self.walks[index].attend(self._plans[index], layer, query, keys, values, terms)
         out = values.new_empty(*query.shape[:3], values.shape[-1])
-        for at, heads, queries in shares:
+        for index, heads, queries in shares:
             assert heads is not None
             assert queries is not None
             sinks = terms.sink_logits
             of_heads = terms if sinks is None else terms._replace(sink_logits=sinks[queries])
             parts = query[:, queries], keys[:, heads], values[:, heads]
-            out[:, queries] = self.walks[at].attend(self._plans[at], layer, *parts, of_heads)
+            out[:, queries] = self.walks[index].attend(self._plans[index], layer, *parts, of_heads)
         return out
 
     def end(self) -> None:
@@ -131,8 +131,8 @@ class CachedDecoder:
         self.model, self.config, self._method = model, config, method
         self._layout = Layout(model, config, streams, dtype)
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream
-        self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
-        self._max_seen = 0  # bounds it for every stream
+        self._tokens_read: int | None = 0  # the same, as far as the host knows: None once streams differ
+        self._max_tokens_read = 0  # bounds it for every stream
         self._fused = method.fused
         self.graphs = step_graphs() if method.captured and model.device.type == "cuda" and model.may_capture else None
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -145,14 +145,14 @@ class CachedDecoder:
         """Drive these slots from now on."""
         self.walks = [Walk(group, self.config.positions, self._limit or 0, self._method) for group in slots]
         self.shares = [[] for _ in self.model.layers]
-        for at, group in enumerate(slots):
+        for index, group in enumerate(slots):
             for part in group.parts:
                 heads = None if part.heads is None else torch.tensor(part.heads, device=group.device)
                 queries = None
                 if heads is not None:
                     within = torch.arange(group.shape.group, device=heads.device)
                     queries = (heads[:, None] * group.shape.group + within).flatten()
-                self.shares[part.layer].append(Share(at, heads, queries))
+                self.shares[part.layer].append(Share(index, heads, queries))
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -160,19 +160,19 @@ class CachedDecoder:
         count = tokens.shape[1]
         if not self.walks:
             raise ValueError("evict: prompt, but the stream has no prompt: nothing says when to evict")
-        self._seen = self._seen if valid is None else None
-        self._max_seen += count
-        if self._max_seen > self.model.longest:
+        self._tokens_read = self._tokens_read if valid is None else None
+        self._max_tokens_read += count
+        if self._max_tokens_read > self.model.longest:
             raise ValueError(f"a stream of more than {self.model.longest:,} tokens")
         for walk in self.walks:
             if walk.slots.capacity is None or walk.slots.tensors.pages is not None:
-                walk.slots.grow(self._max_seen)
-        if self.graphs is None or count > 1 or self._seen is None or keep is not None:
+                walk.slots.grow(self._max_tokens_read)
+        if self.graphs is None or count > 1 or self._tokens_read is None or keep is not None:
             logits = self._run_eager(tokens, valid, keep)
         else:
-            logits = self._run_captured(tokens, self.graphs, self._seen)
-        if self._seen is not None:
-            self._seen += count
+            logits = self._run_captured(tokens, self.graphs, self._tokens_read)
+        if self._tokens_read is not None:
+            self._tokens_read += count
         return logits
 
     @torch.inference_mode()
@@ -184,7 +184,7 @@ class CachedDecoder:
         Raises:
             ValueError: something was read before, or the policy's budgets don't add up.
         """
-        if self._seen != 0:
+        if self._tokens_read != 0:
             raise ValueError("a prompt must come first")
         length = tokens.shape[1]
         if self.config.evict != "prompt" and not (once and self.config.policy.evicts):
@@ -240,7 +240,7 @@ class CachedDecoder:
             capacity = walk.slots.capacity
             walk.slots.cadence = walk.slots.cadence.after(count, count if capacity is None else min(count, capacity))
         self._step += count
-        self._seen = self._max_seen = count
+        self._tokens_read = self._max_tokens_read = count
 
     @torch.inference_mode()
     def fill_randomly(self, tokens: int, seed: int = 0) -> None:
@@ -252,7 +252,7 @@ class CachedDecoder:
         Raises:
             ValueError: the decoder has read tokens already, or the stream would be too long.
         """
-        if self._seen != 0 or tokens > self.model.longest:
+        if self._tokens_read != 0 or tokens > self.model.longest:
             raise ValueError(f"only a decoder that has read nothing can be filled, with up to {self.model.longest:,} tokens")
         devices = {walk.slots.device for walk in self.walks}
         generators = {d: torch.Generator(d if d.type == "cuda" else "cpu").manual_seed(seed) for d in devices}
@@ -266,7 +266,7 @@ class CachedDecoder:
         for walk in self.walks:
             walk.clear()
         self._step.zero_()
-        self._seen = self._max_seen = 0
+        self._tokens_read = self._max_tokens_read = 0
 
     def _run_eager(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block without a CUDA graph."""
@@ -275,7 +275,7 @@ class CachedDecoder:
             steps = self._step.clone()
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
-        block = BlockInLayers(self.walks, self.shares, Block(steps, valid, self._seen, tokens))
+        block = BlockInLayers(self.walks, self.shares, Block(steps, valid, self._tokens_read, tokens))
         logits = self.model(tokens, block, 0 if keep is None else keep, steps)
         with self.around_bookkeeping():
             block.end()
@@ -288,14 +288,14 @@ class CachedDecoder:
             walk.forget_placement()
         return self._run_eager(tokens)
 
-    def _run_captured(self, tokens: Tensor, graphs: StepGraphs, seen: int) -> Tensor:
+    def _run_captured(self, tokens: Tensor, graphs: StepGraphs, tokens_read: int) -> Tensor:
         """Read a token by a captured step where there is one."""
-        slots, phase = tuple(walk.slots.version for walk in self.walks), tuple(walk.phase(seen) for walk in self.walks)
-        alive = [dict(walk.rows.made) for walk in self.walks]
+        slots, phase = tuple(walk.slots.version for walk in self.walks), tuple(walk.phase(tokens_read) for walk in self.walks)
+        alive = [dict(walk.rows.cached) for walk in self.walks]
         around = partial(self.model.fused_steps, self.streams) if self._fused else nullcontext
         logits, replayed = graphs(slots, phase, alive, self._run_independent, tokens, around)
         for walk in self.walks if replayed else []:
-            walk.note_replay(seen)
+            walk.note_replay(tokens_read)
         return logits
 
     @property
@@ -336,7 +336,7 @@ class CachedDecoder:
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens now, so that no step has to."""
         for walk in self.walks:
-            walk.slots.grow(self._max_seen + tokens)
+            walk.slots.grow(self._max_tokens_read + tokens)
 
     def held(self, positions: Sequence[int]) -> float:
         """Share of (layer, KV head, token) still held, of these positions of the first stream. Syncs with the host."""
@@ -351,9 +351,9 @@ class CachedDecoder:
     @property
     def slots(self) -> tuple[float, float]:
         """Slots in use, and slots that a decode step attends over; means over KV heads of all layers."""
+        longest = self._max_tokens_read
         parts = [
-            (len(w.slots.layers) * w.slots.shape.heads, w.slots.used(self._max_seen), w.slots.attended(self._max_seen))
-            for w in self.walks
+            (len(w.slots.layers) * w.slots.shape.heads, w.slots.used(longest), w.slots.attended(longest)) for w in self.walks
         ]
         heads = sum(n for n, _, _ in parts) or 1
         used, attended = (sum(part[0] * part[of] for part in parts) for of in (1, 2))

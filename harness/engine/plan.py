@@ -26,13 +26,13 @@ class Block:
     Attributes:
         steps: each token's index in its stream. [B, T] int64.
         valid: tokens that count; all when None. [B, T] bool.
-        seen: tokens of each stream before the block; None when streams differ in length.
+        tokens_before: tokens of each stream before the block; None when streams differ in length.
         ids: of the tokens. [B, T] int64.
     """
 
     steps: Tensor
     valid: Tensor | None
-    seen: int | None
+    tokens_before: int | None
     ids: Tensor
 
     @property
@@ -43,13 +43,14 @@ class Block:
     @property
     def end(self) -> int | None:
         """Tokens of each stream up to the end of the block; None when streams differ in length."""
-        return None if self.seen is None else self.seen + self.tokens
+        return None if self.tokens_before is None else self.tokens_before + self.tokens
 
     def on(self, device: torch.device) -> Block:
         """Return the block with its tensors on a device."""
         if self.steps.device == device:
             return self
-        return Block(self.steps.to(device), None if self.valid is None else self.valid.to(device), self.seen, self.ids.to(device))
+        valid = None if self.valid is None else self.valid.to(device)
+        return Block(self.steps.to(device), valid, self.tokens_before, self.ids.to(device))
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,11 @@ class Fill:
     """Plan of a block during which nothing is evicted: causal attention in one pass, with rank = position = slot.
 
     Attributes:
-        seen: tokens before the block.
+        tokens_before: tokens before the block.
         ids: of its tokens. [B, T] int64.
     """
 
-    seen: int
+    tokens_before: int
     ids: Tensor
 
 
@@ -94,12 +95,12 @@ class Closed:
 
     Attributes:
         form: that computes it.
-        seen: tokens before the block.
+        tokens_before: tokens before the block.
         ordered: the slots hold their tokens oldest first.
     """
 
     form: ClosedForm
-    seen: int
+    tokens_before: int
     ordered: bool
 
 
@@ -111,7 +112,7 @@ class CompiledWalk:
         kernel: that walks.
         query_factors: None without RoPE, and where the kernel rotates.
         attended: slots it looks at.
-        seen: tokens before the block.
+        tokens_before: tokens before the block.
         ordered: the slots hold their tokens oldest first.
         block: that is walked.
     """
@@ -119,7 +120,7 @@ class CompiledWalk:
     kernel: WalkKernel
     query_factors: QueryFactors | None
     attended: int
-    seen: int
+    tokens_before: int
     ordered: bool
     block: Block
 
@@ -167,8 +168,8 @@ class Step:
         places: of the token, for the rows of all layers.
         rows: of all layers.
         attended: slots it looks at.
-        seen: what statistics read of attention, of all layers. [R, G, ...] each.
-        seen_of_layer: the same, by layer. [N, G, ...] each.
+        observed: what statistics read of attention, of all layers. [R, G, ...] each.
+        observed_of_layer: the same, by layer. [N, G, ...] each.
         kernel: that takes the token in; None: plain PyTorch, which needs what follows.
         query_factors: RoPE of the queries, by layer; None without RoPE. [N, 1, P] each.
         used: slots that hold a token, by layer; None if all do. [N, 1, S] bool each.
@@ -178,8 +179,8 @@ class Step:
     places: Places
     rows: Rows
     attended: int
-    seen: Mapping[Seen, Tensor]
-    seen_of_layer: Sequence[Mapping[Seen, Tensor]]
+    observed: Mapping[Seen, Tensor]
+    observed_of_layer: Sequence[Mapping[Seen, Tensor]]
     kernel: StepKernel | None
     query_factors: Sequence[QueryFactors | None] = ()
     used: Sequence[Tensor | None] = ()

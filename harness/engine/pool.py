@@ -195,9 +195,9 @@ class PagedWindow:
         local = self._local()
         return self._tensor.index_select(0, local.flatten()).unflatten(0, local.shape).flatten(1, 2)[:, : self._slots]
 
-    def write(self, at: Tensor, x: Tensor) -> None:
-        """Put vectors into the pool. at: as `PageTable.places` says."""
-        self._flat.index_copy_(0, at, x)
+    def write(self, indices: Tensor, x: Tensor) -> None:
+        """Put vectors into the pool. indices: as `PageTable.places` says."""
+        self._flat.index_copy_(0, indices, x)
 
     def put(self, x: Tensor) -> None:
         """Fill the first slots of each row, where it has pages."""
@@ -205,9 +205,9 @@ class PagedWindow:
         places = self._table.places(row + torch.arange(x.shape[1], device=x.device))
         self._flat[places[places >= 0]] = x[places >= 0]
 
-    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
         """Write a run of tokens, and return the slots."""
-        self.write(at, x)
+        self.write(indices, x)
         return self.read()
 
     def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
@@ -221,11 +221,11 @@ class PagedWindow:
     def mix(self, weights: Tensor, into: Tensor) -> None:
         """Sums of the values, weighted; those of pages are added in float32 or wider."""
         dtype = self._tensor.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
         table, local = self._table.table[self._rows, : self._width], self._local()
         row, place = (self._table.row[self._pages] - self._rows.start).clamp(min=0), self._table.place[self._pages]
         of_rows = pad(weights, (0, self._width * self._table.size - weights.shape[-1])).unflatten(-1, (self._width, -1))
-        sums = torch.bmm(of_rows.transpose(1, 2)[row, place].to(dtype).to(wide), self._tensor.to(wide))
+        sums = torch.bmm(of_rows.transpose(1, 2)[row, place].to(dtype).to(sum_dtype), self._tensor.to(sum_dtype))
         by_row = sums.index_select(0, local.flatten()).unflatten(0, local.shape)
         into.copy_(by_row.masked_fill((table < 0)[..., None, None], 0).sum(1))
 

@@ -36,13 +36,13 @@ class Probe:
     """Records every layer's q, k, v and terms. Its output is 0, so that no layer depends on another's attention."""
 
     def __init__(self) -> None:
-        self.seen: Observed = {}
+        self.observed: Observed = {}
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Attention of one layer, as `Backend` has it."""
-        if layer in self.seen:
+        if layer in self.observed:
             raise LookupError("two of its attention modules share one layer index")
-        self.seen[layer] = (query, keys, values, terms)
+        self.observed[layer] = (query, keys, values, terms)
         return query.new_zeros(*query.shape[:-1], values.shape[-1])
 
 
@@ -90,25 +90,25 @@ def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[Lay
     if rope_length is not None:
         _observe(hf, rope_length - 1, Probe())  # makes the model compute its tables for that length
         _freeze_rope(hf)
-    at_zero = _observe(hf, 0, Probe()).seen
+    at_zero = _observe(hf, 0, Probe()).observed
     if sorted(at_zero) != list(range(len(at_zero))) or not at_zero:
         raise LookupError(NOT_ROUTED)
     tables = [b for name, b in hf.named_buffers() if name.endswith("inv_freq") and "original" not in name]
     positions = _PROBE_POSITIONS if tables else _PROBE_POSITIONS[:1]
-    samples = {p: _observe(hf, p, Probe()).seen for p in positions}
-    learned = not tables and not all(is_same(x, seen[i][1]) for seen in samples.values() for i, (_, x, _, _) in at_zero.items())
+    samples = {p: _observe(hf, p, Probe()).observed for p in positions}
+    learned = not tables and not all(is_same(x, s[i][1]) for s in samples.values() for i, (_, x, _, _) in at_zero.items())
     shapes = []
     known: list[Rotation] = []
     for layer, (query, keys, values, terms) in sorted(at_zero.items()):
         device = None if keys.device == hf.device else keys.device
-        both = {} if learned else {p: torch.cat(seen[layer][:2], 1) for p, seen in samples.items()}
+        both = {} if learned else {p: torch.cat(sample[layer][:2], 1) for p, sample in samples.items()}
         rotation = find_rotation(torch.cat([query, keys], 1), both, tables)
         rotation = next((r for r in known if rotation and _same(r, rotation)), rotation)  # so that layers share its tables
         known += [rotation] if rotation and rotation not in known else []
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
-        plain = terms.softcap is None and terms.sink_logits is None
+        plain_softmax = terms.softcap is None and terms.sink_logits is None
         sizes = heads, group, keys.shape[-1], values.shape[-1]
-        shapes.append(LayerShape(*sizes, rotation, terms.sliding_window, plain, device=device))
+        shapes.append(LayerShape(*sizes, rotation, terms.sliding_window, plain_softmax, device=device))
     return shapes, _idle_rotary(hf, at_zero), learned
 
 
@@ -121,7 +121,7 @@ def refuse_shared_kv(hf: PreTrainedModel) -> None:
         LookupError: the model has such a layer.
     """
     owners: dict[bytes, int] = {}
-    for layer, (_, keys, values, _) in sorted(_observe(hf, 0, Probe()).seen.items()):
+    for layer, (_, keys, values, _) in sorted(_observe(hf, 0, Probe()).observed.items()):
         of_tokens = torch.cat([x.double().transpose(1, 2).flatten(2) for x in (keys, values)], -1)[0].cpu()
         differ = bool((of_tokens != of_tokens[0]).any())  # equal K and V of different tokens tell nothing
         if differ and owners.setdefault(of_tokens.numpy().tobytes(), layer) != layer:
@@ -137,10 +137,10 @@ def _idle_rotary(hf: PreTrainedModel, at_zero: Observed) -> RotaryFunctions:
         functions = RotaryFunctions(places, stand_in)
         try:
             with functions.skipped():
-                without = _observe(hf, 0, Probe()).seen
+                without = _observe(hf, 0, Probe()).observed
         except (LookupError, ValueError):  # they don't take queries and keys, or don't return them
             break
-        if all(is_same(seen[0], without[i][0]) and is_same(seen[1], without[i][1]) for i, seen in at_zero.items()):
+        if all(is_same(sample[0], without[i][0]) and is_same(sample[1], without[i][1]) for i, sample in at_zero.items()):
             return functions
     return RotaryFunctions()
 

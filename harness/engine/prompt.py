@@ -54,19 +54,19 @@ class Whole:
             ValueError: the policy's budgets have another shape, or don't add up.
         """
         policy = self._bound(capacity)
-        asked = policy.prompt_budgets([_on(rows.view, self._slots[0].device) for rows in self.rows], capacity)
-        if asked is not None and pages is not None:
+        requested = policy.prompt_budgets([_on(rows.view, self._slots[0].device) for rows in self.rows], capacity)
+        if requested is not None and pages is not None:
             raise ValueError("its heads keep different numbers of tokens, and whole pages go from heads that keep as many")
-        if asked is not None:
-            asked = self._checked(asked, None if policy.outcome else capacity)
-        floor = policy.pool_floor(capacity) if asked is None and table is None and capacity is not None else None
+        if requested is not None:
+            requested = self._checked(requested, None if policy.outcome else capacity)
+        floor = policy.pool_floor(capacity) if requested is None and table is None and capacity is not None else None
         kept = []
         for layer, rows in enumerate(self.rows):
-            of_layer = None if asked is None else asked[:, layer].to(rows.rank.device)
+            of_layer = None if requested is None else requested[:, layer].to(rows.rank.device)
             of_table = None if table is None else table[layer]
             kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor, pages))
             rows.forget((rows.rank < rows.rank.shape[1]) & ~kept[-1])
-        return kept, self._known_counts(capacity, table) if asked is None and floor is None else None
+        return kept, self._known_counts(capacity, table) if requested is None and floor is None else None
 
     def _known_counts(self, capacity: int | None, table: Table | None) -> list[list[int]]:
         """Tokens that each head keeps where budgets are known beforehand. [L][H]."""
@@ -79,7 +79,7 @@ class Whole:
         return counts
 
     def _kept_of_layer(
-        self, layer: int, capacity: int | None, asked: Tensor | None, of_table: Sequence[int] | None, floor: int | None,
+        self, layer: int, capacity: int | None, requested: Tensor | None, of_table: Sequence[int] | None, floor: int | None,
         pages: Pages | None,
     ) -> Tensor:  # fmt: skip
         """The slots of one layer whose tokens stay. [N, S] bool."""
@@ -88,8 +88,8 @@ class Whole:
         importance = rows.importance(slots.policy).unflatten(0, (slots.streams, -1))
         count = held.sum(-1).view(slots.streams, -1)  # [B, H]
         budget = count if kept is None else torch.full_like(count, kept)
-        if asked is not None:
-            budget = asked
+        if requested is not None:
+            budget = requested
         elif of_table is not None:
             budget = torch.tensor(list(of_table), device=count.device).expand_as(count)
             for number in set(of_table):  # heads are judged by the policy that knows their budget
@@ -105,16 +105,16 @@ class Whole:
         worth, rank = (x.unflatten(0, (slots.streams, -1)) for x in (importance, rows.rank))
         return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor, self.length).flatten(0, 1)
 
-    def _checked(self, asked: Tensor, capacity: int | None) -> Tensor:
+    def _checked(self, requested: Tensor, capacity: int | None) -> Tensor:
         """Budgets for the prompt, if they are possible. [B, L, H] int64."""
         streams, heads = self._slots[0].streams, self._slots[0].shape.heads
-        if asked.shape != (streams, len(self.rows), heads):
-            raise ValueError(f"budgets of shape {list(asked.shape)}, expected {[streams, len(self.rows), heads]}")
+        if requested.shape != (streams, len(self.rows), heads):
+            raise ValueError(f"budgets of shape {list(requested.shape)}, expected {[streams, len(self.rows), heads]}")
         if capacity is not None:
-            total, wanted = asked.sum((1, 2)), len(self.rows) * heads * min(capacity, self.length)
+            total, wanted = requested.sum((1, 2)), len(self.rows) * heads * min(capacity, self.length)
             if bool((total != wanted).any()):
                 raise ValueError(f"budgets add up to {total.tolist()[0]} tokens, not to {wanted}")
-        return asked.to(torch.int64)
+        return requested.to(torch.int64)
 
 
 def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[int] | None, longest: int) -> None:
@@ -168,17 +168,17 @@ class _Elsewhere(CacheView):
 
     def __init__(self, view: CacheView, device: torch.device) -> None:
         """view: of the layer; device: to put it on."""
-        self._view, self._device = view, device
+        self._view, self._device, self._tensors = view, device, dict[str, Tensor]()
         self.states, self.num_layers, self.seed = _Moved(view.states, device), view.num_layers, view.seed
         self.rotate = self._rotated
 
     def __getattr__(self, name: str) -> Any:
-        """A tensor that was not looked at before."""
+        """Return a tensor of the view, moved when it is first looked at."""
         if name not in ("rank", "position", "keys", "values", "head", "step", "layer", "prompt"):
             raise AttributeError(name)
-        found = getattr(self._view, name).to(self._device)
-        vars(self)[name] = found
-        return found
+        if name not in self._tensors:
+            self._tensors[name] = getattr(self._view, name).to(self._device)
+        return self._tensors[name]
 
     def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """`CacheView.rotate`, by tables that are elsewhere."""

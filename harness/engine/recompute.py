@@ -113,9 +113,9 @@ class RecomputeDecoder:
         self._history = self._gathered(text, ends[:, -1:], width, torch.zeros_like(ends[:, -1:]))[:, 0]
         return torch.cat(out, 1)[:, : wanted.shape[2]]
 
-    def _window_lengths(self, seen: Tensor) -> Tensor:
-        """Tokens of the last token's window, after `seen` tokens. Any shape, int64."""
-        return seen.clamp(max=self.length)
+    def _window_lengths(self, tokens_read: Tensor) -> Tensor:
+        """Tokens of the last token's window, after `tokens_read` tokens. Any shape, int64."""
+        return tokens_read.clamp(max=self.length)
 
     def _gathered(self, text: Tensor, ends: Tensor, width: int, padding: Tensor) -> Tensor:
         """The padded window that ends at each of `ends`: sinks and newest tokens. [B, N], [B, K] -> [B, K, width]."""
@@ -154,9 +154,9 @@ class RecomputeDecoder:
 
     def held(self, positions: Sequence[int]) -> float:
         """Share of these tokens of the first stream that are in the next token's window."""
-        seen = self._longest if self._lengths is None else int(self._lengths[0])
-        newest_outside = seen - self.length + self.sinks
-        return sum(p < seen and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
+        tokens_read = self._longest if self._lengths is None else int(self._lengths[0])
+        newest_outside = tokens_read - self.length + self.sinks
+        return sum(p < tokens_read and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
 
     @property
     def slots(self) -> tuple[float, float]:

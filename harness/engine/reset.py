@@ -67,15 +67,15 @@ class ResetDecoder(RecomputeDecoder):
         """Single tokens that can be read before the one that makes the cache empty; 0: the next one does."""
         return self.length - self._windowed(self._longest)
 
-    def _windowed(self, seen: int) -> int:
-        """Tokens held after `seen` tokens were read: those of the last one's window."""
-        past = seen - self.length - 1
-        return seen if past < 0 else self._restart + 1 + past % (self.length - self._restart)
+    def _windowed(self, tokens_read: int) -> int:
+        """Tokens held after `tokens_read` tokens were read: those of the last one's window."""
+        past = tokens_read - self.length - 1
+        return tokens_read if past < 0 else self._restart + 1 + past % (self.length - self._restart)
 
-    def _window_lengths(self, seen: Tensor) -> Tensor:
+    def _window_lengths(self, tokens_read: Tensor) -> Tensor:
         """Return `_windowed` for numbers of tokens that only the device knows."""
-        past = seen - self.length - 1
-        return seen.where(past < 0, self._restart + 1 + past % (self.length - self._restart))
+        past = tokens_read - self.length - 1
+        return tokens_read.where(past < 0, self._restart + 1 + past % (self.length - self._restart))
 
     def _read(self, tokens: Tensor, keep: Tensor | None) -> Tensor:
         """Read a block of streams of equal length: from one reset to the next in one go."""
@@ -109,9 +109,9 @@ class ResetDecoder(RecomputeDecoder):
 
     def held(self, positions: Sequence[int]) -> float:
         """Share of these tokens of the first stream that the next token attends to."""
-        seen = self._longest if self._lengths is None else int(self._lengths[0])
-        newest_outside = seen - self._windowed(seen + 1) + self.sinks
-        return sum(p < seen and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
+        tokens_read = self._longest if self._lengths is None else int(self._lengths[0])
+        newest_outside = tokens_read - self._windowed(tokens_read + 1) + self.sinks
+        return sum(p < tokens_read and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
 
     @property
     def slots(self) -> tuple[float, float]:

@@ -63,20 +63,20 @@ class Rotation:
             [*positions.shape, P], complex64 or complex128.
         """
         flat, shape = positions.reshape(-1), (*positions.shape, -1)
-        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-        if (wide, _LEVEL) not in self._tables:
+        complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
+        if (complex_dtype, _LEVEL) not in self._tables:
             self.prepare(dtype)
-        table = self._tables[wide, 1]
+        table = self._tables[complex_dtype, 1]
         if longest <= _LEVEL:
             return table.index_select(0, flat).view(shape)
-        high = self._tables[wide, _LEVEL].index_select(0, flat // _LEVEL)
+        high = self._tables[complex_dtype, _LEVEL].index_select(0, flat // _LEVEL)
         return (table.index_select(0, flat % _LEVEL) * high).view(shape)
 
     def tables(self, dtype: torch.dtype, longest: int) -> tuple[Tensor, Tensor | None, int]:
         """The factors at 0, 1, ..., those at 0, M, 2 * M, ... where one level of M is not enough, and M. [M, P]."""
         self.prepare(dtype)
-        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-        return self._tables[wide, 1], None if longest <= _LEVEL else self._tables[wide, _LEVEL], _LEVEL
+        complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
+        return self._tables[complex_dtype, 1], None if longest <= _LEVEL else self._tables[complex_dtype, _LEVEL], _LEVEL
 
     def cosine_and_sine(self, rows: int, stride: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles at positions 0, stride, 2 * stride, ... [rows, P] float32, on the device of `order`."""
@@ -88,11 +88,12 @@ class Rotation:
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Compute the tables now: they are made on the host, and no decode step should wait for that."""
-        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+        complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
         for stride in (1, _LEVEL):  # the factors at positions 0, stride, 2 * stride, ... [_LEVEL, P]
-            if (wide, stride) not in self._tables:
+            if (complex_dtype, stride) not in self._tables:
                 angles = self._angles(_LEVEL, stride)
-                self._tables[wide, stride] = torch.polar(torch.ones_like(angles), angles).to(wide).to(self.order.device)
+                table = torch.polar(torch.ones_like(angles), angles).to(complex_dtype)
+                self._tables[complex_dtype, stride] = table.to(self.order.device)
 
     def _angles(self, rows: int, stride: int) -> Tensor:
         """Angles at positions 0, stride, 2 * stride, ... [rows, P] float64, on the CPU."""
@@ -164,8 +165,8 @@ class Placement:
         """
         if self.rotation is None:
             return None
-        at = ranks if self.mode == "cache" else steps if self.mode == "stream" else torch.full_like(ranks, self.limit)
-        return QueryFactors(self.rotation.factors(at, self._dtype, self.max_position or slots + 1))
+        rope_positions = ranks if self.mode == "cache" else steps if self.mode == "stream" else torch.full_like(ranks, self.limit)
+        return QueryFactors(self.rotation.factors(rope_positions, self._dtype, self.max_position or slots + 1))
 
     def of_keys(self, ranks: Tensor, positions: Tensor, steps: Tensor, slots: int) -> Tensor | None:
         """RoPE that cached keys still need; None if they need none.
@@ -182,12 +183,12 @@ class Placement:
         if self.rotation is None or self._keys_rotated:
             return None
         if self.mode == "cache":
-            at = ranks
+            rope_positions = ranks
         elif self.mode == "stream":
-            at = positions.clamp(min=0)
+            rope_positions = positions.clamp(min=0)
         else:  # the query stands at `limit`, which bounds every distance
-            at = self.limit - (steps[: len(ranks), None] - positions).clamp(0, self.limit)
-        return self.rotation.factors(at, self._dtype, self.max_position or slots + 1)
+            rope_positions = self.limit - (steps[: len(ranks), None] - positions).clamp(0, self.limit)
+        return self.rotation.factors(rope_positions, self._dtype, self.max_position or slots + 1)
 
 
 def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[Tensor]) -> Rotation | None:

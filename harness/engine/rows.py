@@ -47,13 +47,13 @@ class Rows(HeldRows):
             value: [R, Dv], or [R * T, Dv].
             run: flat indices of its slots. [R, T] int64.
         """
-        at = self.free if run is None else run.flatten()
+        indices = self.free if run is None else run.flatten()
         if self._pages is not None:
             if run is not None:
                 self._take_pages(run[:, -1])
-            at = self._at(at)
-        self._keys.write(at, key)
-        self._values.write(at, value)
+            indices = self._places(indices)
+        self._keys.write(indices, key)
+        self._values.write(indices, value)
 
     def used(self) -> Tensor:
         """Slots that hold a token that a query may see now. [R, 1, S] bool."""
@@ -62,16 +62,17 @@ class Rows(HeldRows):
             held = held & (self.view.age.flatten(0, 1) < window)
         return held[:, None]
 
-    def room_for_seen(self) -> dict[Seen, Tensor]:
+    def observation_buffers(self) -> dict[Seen, Tensor]:
         """Allocate buffers for what statistics read of a step's attention. [R, G, ...] each."""
-        shape, attended, narrow = self._slots.shape, self.rank.shape[1], self._slots.dtype
+        shape, attended, dtype = self._slots.shape, self.rank.shape[1], self._slots.dtype
         last = {"weights": attended, "logits": attended, "queries": shape.key_dim, "outputs": shape.value_dim}
-        types = {"weights": self._slots.wide, "logits": self._slots.wide}
-        return {x: self.rank.new_empty(len(self.rank), shape.group, last[x], dtype=types.get(x, narrow)) for x in self.asked}
+        types = {"weights": self._slots.state_dtype, "logits": self._slots.state_dtype}
+        size = len(self.rank), shape.group
+        return {x: self.rank.new_empty(*size, last[x], dtype=types.get(x, dtype)) for x in self.observed_names}
 
-    def update(self, seen: Mapping[Seen, Tensor], valid: Tensor | None) -> None:
-        """Update the statistics with the attention of one step. seen: [R, G, ...] each; valid: [L * B, 1, 1]."""
-        attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in seen.items()})
+    def update(self, observed: Mapping[Seen, Tensor], valid: Tensor | None) -> None:
+        """Update the statistics with the attention of one step. observed: [R, G, ...] each; valid: [L * B, 1, 1]."""
+        attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in observed.items()})
         for statistic, state in self.states.items():
             if not statistic.sees:
                 continue
@@ -112,13 +113,13 @@ class Rows(HeldRows):
             importance = importance.masked_fill(rank == empty, float("-inf"))
             rank = rank.masked_fill(rank == empty, -1)
         lowest = importance.amin(-1, keepdim=True)
-        worst, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
+        victim_rank, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
         if self.summed:
-            self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, worst >= 0))
+            self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, victim_rank >= 0))
         torch.add(victim[:, 0], self._row_base, out=self.free)
         if ragged:
-            worst = worst.masked_fill(worst < 0, empty)
-        self.rank.sub_((self.rank > worst).long())
+            victim_rank = victim_rank.masked_fill(victim_rank < 0, empty)
+        self.rank.sub_((self.rank > victim_rank).long())
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
 
     def importance(self, policy: Policy) -> Tensor:
@@ -161,7 +162,7 @@ class Rows(HeldRows):
         into, out_of = into + self._row_base[row], out_of + self._row_base[row]
         for x in (tensors.flat_rank, tensors.flat_position, *tensors.flat_states.values()):
             x.index_copy_(0, into, x.index_select(0, out_of))
-        into, out_of = self._at(into), self._at(out_of)
+        into, out_of = self._places(into), self._places(out_of)
         for store in pool:
             store.flat.index_copy_(0, into, store.flat.index_select(0, out_of))
         left = count - victims.sum(-1, keepdim=True)
@@ -180,16 +181,16 @@ class Rows(HeldRows):
             Keys and values that one of them may see, as `Window.entered` does.
         """
         self._take_pages(free[:, -1])
-        tensors, at, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
-        tensors.flat_rank.index_copy_(0, at, ranks.flatten())
-        tensors.flat_position.index_copy_(0, at, steps.flatten())
+        tensors, indices, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
+        tensors.flat_rank.index_copy_(0, indices, ranks.flatten())
+        tensors.flat_position.index_copy_(0, indices, steps.flatten())
         for statistic, state in tensors.flat_states.items():
-            state.index_fill_(0, at, statistic.initial)
-        at = self._at(at)
-        new_keys = self._keys.entered(at, keys.flatten(0, 1), old_keys)
-        return new_keys, self._values.entered(at, values.flatten(0, 1), old_values)
+            state.index_fill_(0, indices, statistic.initial)
+        indices = self._places(indices)
+        new_keys = self._keys.entered(indices, keys.flatten(0, 1), old_keys)
+        return new_keys, self._values.entered(indices, values.flatten(0, 1), old_values)
 
-    def seen_by(self, ranks: Tensor, steps: Tensor) -> Tensor:
+    def visible_to(self, ranks: Tensor, steps: Tensor) -> Tensor:
         """Return which keys from `enter` each token of a run sees. ranks, steps: of tokens, [R, T] int64 -> [R, T, S] bool."""
         sees, window, codec = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window, self._slots.codec
         if window is not None:
@@ -199,17 +200,17 @@ class Rows(HeldRows):
         parts = stages(codec, self.position[:, None], self.rank[:, None], steps[..., None], ranks[..., None])
         return torch.cat([sees & part for part in parts], -1)
 
-    def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
+    def by_slot(self, observed: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
         """Merge what statistics read of a run: a coded slot appears once per storage stage, and is visible in one of them."""
         if self._slots.codec is None:
-            return dict(seen)
+            return dict(observed)
         size = self.rank.shape[1]
-        staged = {name: x.unflatten(-1, (-1, size)) for name, x in seen.items() if name in ("weights", "logits")}
-        return {**seen, **{name: x.amax(-2) for name, x in staged.items()}}
+        staged = {name: x.unflatten(-1, (-1, size)) for name, x in observed.items() if name in ("weights", "logits")}
+        return {**observed, **{name: x.amax(-2) for name, x in staged.items()}}
 
-    def update_together(self, seen: Mapping[Seen, Tensor]) -> None:
-        """Update the statistics with the attention of several steps. seen: [R, G, T, ...] each."""
-        attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in seen.items()})
+    def update_together(self, observed: Mapping[Seen, Tensor]) -> None:
+        """Update the statistics with the attention of several steps. observed: [R, G, T, ...] each."""
+        attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in observed.items()})
         for statistic, state in self.states.items():
             if statistic.sees:
                 state.copy_(statistic.update_run(state, attention, self.view))
@@ -225,21 +226,21 @@ class Rows(HeldRows):
 
 
 class Windows:
-    """The rows of `Slots` that steps look at, each made once for as long as its tensors last.
+    """The rows of `Slots` that steps look at, each built once for as long as its tensors last.
 
     Attributes:
-        made: the rows made so far, by (slots attended, layer).
+        cached: the rows built so far, by (slots attended, layer).
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots, self._version = slots, slots.version
-        self.made: dict[tuple[int, int | None], Rows] = {}
+        self.cached: dict[tuple[int, int | None], Rows] = {}
 
     def __call__(self, attended: int, layer: int | None = None) -> Rows:
         """The rows of one layer (its index in the model), or of all."""
         if self._version != self._slots.version:
-            self._version, self.made = self._slots.version, {}
-        if (attended, layer) not in self.made:
-            self.made = {key: rows for key, rows in self.made.items() if key[0] == attended}
-            self.made[attended, layer] = Rows(self._slots, attended, layer)
-        return self.made[attended, layer]
+            self._version, self.cached = self._slots.version, {}
+        if (attended, layer) not in self.cached:
+            self.cached = {key: rows for key, rows in self.cached.items() if key[0] == attended}
+            self.cached[attended, layer] = Rows(self._slots, attended, layer)
+        return self.cached[attended, layer]

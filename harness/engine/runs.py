@@ -44,8 +44,8 @@ class RunReader:
             updates: statistics see the attention of each token.
         """
         self._rows, self._terms, self._mode, self._rotation = rows, terms, mode, rotation
-        self._asked = rows.asked if updates else frozenset[Seen]()
-        self._explicit = bool(self._asked - {"queries"}) or terms.softcap is not None or terms.sink_logits is not None
+        self._observed_names = rows.observed_names if updates else frozenset[Seen]()
+        self._explicit = bool(self._observed_names - {"queries"}) or terms.softcap is not None or terms.sink_logits is not None
 
     def __call__(self, run: Run, now: Sequence[Tensor], due: bool) -> Tensor:
         """Take a run in.
@@ -67,10 +67,10 @@ class RunReader:
         kept = rotate(run.keys, own) if own is not None and rows.keys_rotated else run.keys
         keys, values = rows.enter(free, kept, run.values, ranks, run.steps)
         query, keys = self._rotated(run, keys, own)
-        one_by_one = bool(self._asked) and not all(_takes_runs(s) for s in rows.states if s.sees)
+        one_by_one = bool(self._observed_names) and not all(_takes_runs(s) for s in rows.states if s.sees)
         out = []
         at_once = max(1, _MAX_SCORES // (size * query.shape[1] * keys.shape[1]))
-        sees = [rows.seen_by(r, s) for r, s in zip(ranks.split(at_once, 1), run.steps.split(at_once, 1), strict=True)]
+        sees = [rows.visible_to(r, s) for r, s in zip(ranks.split(at_once, 1), run.steps.split(at_once, 1), strict=True)]
         if one_by_one:
             rows.leave(free)
         else:
@@ -78,16 +78,16 @@ class RunReader:
             rows.note_written(free, run.keys, run.values, run.steps, run.ids)
         for number, mask in enumerate(sees):
             part = slice(number * at_once, number * at_once + mask.shape[1])
-            answer, seen = self._attend(query[:, :, part], keys, values, mask)
+            answer, observed = self._attend(query[:, :, part], keys, values, mask)
             out.append(answer)
-            if self._asked:
-                seen = rows.by_slot(seen)
-                seen["queries"] = run.query[:, :, part]
+            if self._observed_names:
+                observed = rows.by_slot(observed)
+                observed["queries"] = run.query[:, :, part]
                 if one_by_one:
-                    self._update_one_by_one(run, part, free, ranks, seen, now)
+                    self._update_one_by_one(run, part, free, ranks, observed, now)
                 else:
                     rows.see(now[part.stop - 1])
-                    rows.update_together({name: seen[name] for name in self._asked})
+                    rows.update_together({name: observed[name] for name in self._observed_names})
         rows.end_run(free, due)
         return torch.cat(out, 2)
 
@@ -112,25 +112,25 @@ class RunReader:
         """Attention of some queries, [N, G, T, D], to what they see, [N, T, S]. -> [N, G, T, Dv], and what was asked for."""
         terms = self._terms
         if self._explicit:
-            return _attend(query, keys, values, sees, terms, self._rows.heads, self._asked)
+            return _attend(query, keys, values, sees, terms, self._rows.heads, self._observed_names)
         one_head = keys[:, None], values[:, None], sees[:, None]
         return scaled_dot_product_attention(query, *one_head, scale=terms.scaling, enable_gqa=query.shape[1] > 1), {}
 
     def _update_one_by_one(
-        self, run: Run, part: slice, free: Tensor, ranks: Tensor, seen: dict[Seen, Tensor], now: Sequence[Tensor]
+        self, run: Run, part: slice, free: Tensor, ranks: Tensor, observed: dict[Seen, Tensor], now: Sequence[Tensor]
     ) -> None:
         """Enter some tokens one after the other, and let statistics see the attention of each."""
         rows = self._rows
         for t in range(part.start, part.stop):
-            at = slice(t, t + 1)
+            token = slice(t, t + 1)
             rows.free.copy_(free[:, t])
             rows.place(ranks[:, t], run.steps[:, t], now[t])
-            rows.note_written(free[:, at], run.keys[:, at], run.values[:, at], run.steps[:, at], run.ids[:, at])
-            rows.update({name: seen[name][:, :, t - part.start] for name in self._asked}, None)
+            rows.note_written(free[:, token], run.keys[:, token], run.values[:, token], run.steps[:, token], run.ids[:, token])
+            rows.update({name: observed[name][:, :, t - part.start] for name in self._observed_names}, None)
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, terms: Terms, heads: int, asked: frozenset[Seen]
+    query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, terms: Terms, heads: int, names: frozenset[Seen]
 ) -> tuple[Tensor, dict[Seen, Tensor]]:
     """Attention of some queries, with all its scores.
 
@@ -140,7 +140,7 @@ def _attend(
         values: [N, S, Dv].
         sees: [N, T, S] bool.
         heads: H.
-        asked: what statistics read.
+        names: what statistics read.
 
     Returns:
         The output [N, G, T, Dv], and weights, logits [N, G, T, S] and outputs as asked.
@@ -152,16 +152,16 @@ def _attend(
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
     mass = weights(scores, terms, heads, mask)
     out = torch.bmm(mass.to(values.dtype), values).unflatten(1, (group, tokens))
-    seen: dict[Seen, Tensor] = {"weights": mass.unflatten(1, (group, tokens)), "outputs": out}
-    if "logits" in asked:
-        seen["logits"] = logits_of(scores, terms).masked_fill(~mask, -torch.inf).unflatten(1, (group, tokens))
-    return out, seen
+    observed: dict[Seen, Tensor] = {"weights": mass.unflatten(1, (group, tokens)), "outputs": out}
+    if "logits" in names:
+        observed["logits"] = logits_of(scores, terms).masked_fill(~mask, -torch.inf).unflatten(1, (group, tokens))
+    return out, observed
 
 
 def _takes_runs(statistic: Statistic) -> bool:
     """Whether a statistic can take several steps at once. A class that overrides `update` alone can't."""
 
     def origin(name: str) -> int:
-        return next(at for at, kind in enumerate(type(statistic).__mro__) if name in vars(kind))
+        return next(depth for depth, kind in enumerate(type(statistic).__mro__) if name in vars(kind))
 
     return type(statistic).update_run is not Statistic.update_run and origin("update_run") <= origin("update")

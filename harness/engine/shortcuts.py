@@ -44,13 +44,13 @@ class Shortcuts:
 
     def plan(self, block: Block, ordered: bool) -> Fill | Closed | CompiledWalk | None:
         """How a block is read in one go; None if it isn't. ordered: the slots hold their tokens oldest first."""
-        slots, seen = self._slots, block.seen
+        slots, tokens_before = self._slots, block.tokens_before
         if self._can_fill(block):
-            return Fill(seen or 0, block.ids)
-        if seen is None:
+            return Fill(tokens_before or 0, block.ids)
+        if tokens_before is None:
             return None
-        if self.form is not None and self.form.takes(block.tokens, seen):
-            return Closed(self.form, seen, ordered)
+        if self.form is not None and self.form.takes(block.tokens, tokens_before):
+            return Closed(self.form, tokens_before, ordered)
         kernel = self._kernels.walk if self._method.walk_kernel and block.tokens >= _MIN_COMPILED_TOKENS else None
         if kernel is None:
             return None
@@ -58,20 +58,20 @@ class Shortcuts:
         if not kernel.rotates:
             ranks, steps = (x[:, None, None] for x in (slots.cadence.held_of(block.steps), block.steps))
             factors = self._placement.of_queries(ranks, steps, slots.num_slots)
-        return CompiledWalk(kernel, factors, slots.attended(block.end, block.tokens), seen, ordered, block)
+        return CompiledWalk(kernel, factors, slots.attended(block.end, block.tokens), tokens_before, ordered, block)
 
     def runs(self, block: Block) -> list[int] | None:
         """The lengths of the runs that a block may be read in; None if it has to be walked token by token."""
         far = self._placement.mode == "clamped" and (block.end or 0) > self._placement.limit
-        if block.seen is None or not self._method.fill or far:
+        if block.tokens_before is None or not self._method.fill or far:
             return None
-        lengths = self._slots.cadence.runs(block.seen, block.tokens)
+        lengths = self._slots.cadence.runs(block.tokens_before, block.tokens)
         return lengths if len(lengths) == 1 or self._slots.every > 1 else None
 
     def step_kernel(self, block: Block) -> StepKernel | None:
         """The kernel of a step, if it may read the tokens of a walked block: of a coded cache, which plain code decodes whole."""
         slots, kernel = self._slots, self._kernels.step if self._method.step_kernel else None
-        even = block.seen is not None and block.valid is None and not slots.uneven
+        even = block.tokens_before is not None and block.valid is None and not slots.uneven
         reads = slots.codec is not None and slots.device.type == "cpu" and slots.sees <= {"weights"} and not self._writes
         return kernel if even and reads else None
 
@@ -97,13 +97,13 @@ class Shortcuts:
 
     def fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block that all fits: causal attention in one go."""
-        end, streams, rotation = plan.seen + keys.shape[2], query.shape[0], self._placement.rotation
+        end, streams, rotation = plan.tokens_before + keys.shape[2], query.shape[0], self._placement.rotation
         rows = self._rows(self._slots.num_slots, layer)
         query, keys = self._paired(query, keys)
         factors = None
         if rotation is not None:
             factors = rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
-            query = rotate(query, factors[plan.seen :])
+            query = rotate(query, factors[plan.tokens_before :])
         self._enter(plan, rows, keys, values, factors)
         all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
         if factors is not None and not rows.keys_rotated:
@@ -113,9 +113,9 @@ class Shortcuts:
     def attend_in_band(self, plan: Closed, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block of which it is known beforehand what each token sees."""
         rows = self._rows(self._slots.num_slots, layer)
-        held = rows.oldest_first(min(plan.seen, self._slots.capacity or 0), plan.ordered)
+        held = rows.oldest_first(min(plan.tokens_before, self._slots.capacity or 0), plan.ordered)
         query = query.unflatten(1, (keys.shape[1], -1))
-        return plan.form(rows, query, keys, values, terms, held, plan.seen).flatten(1, 2)
+        return plan.form(rows, query, keys, values, terms, held, plan.tokens_before).flatten(1, 2)
 
     def walk_by_kernel(self, plan: CompiledWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block that a kernel walks."""
@@ -127,22 +127,22 @@ class Shortcuts:
             query = query * scaling if own is None else own.rotated(query, scaling)
         RAN["compiled walk"] += 1
         written = self._written(plan, rows, keys, values)
-        out = plan.kernel(self._slots, rows, layer, query, keys, values, scaling, plan.ordered, plan.seen, written)
+        out = plan.kernel(self._slots, rows, layer, query, keys, values, scaling, plan.ordered, plan.tokens_before, written)
         return out.flatten(1, 2)
 
     def walk_by_steps(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block of a coded cache, token by token, by the kernel of a step, which unpacks codes itself."""
         assert plan.kernel is not None
         places, rows, out = plan.places, self._rows(plan.attended, layer), []
-        seen = rows.room_for_seen()
+        observed = rows.observation_buffers()
         RAN["coded walk"] += 1
         for t, rank in enumerate(places.ranks):
             assert rank is not None
             rows.place(rank, places.steps[t], places.now[t])
             q, k, v = (x[:, :, t : t + 1] for x in (query, keys, values))
-            out.append(plan.kernel(self._slots, rows, q, k, v, terms.scaling, seen.get("weights")))
-            if seen:
-                rows.update(seen, None)
+            out.append(plan.kernel(self._slots, rows, q, k, v, terms.scaling, observed.get("weights")))
+            if observed:
+                rows.update(observed, None)
             rows.release(None, places.evicts[t], places.ragged)
         return torch.cat(out, 2)
 
@@ -156,10 +156,10 @@ class Shortcuts:
         by_head, out, first = query.shape[:2], [], 0
         query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
         for length in plan.lengths:
-            at = slice(first, first + length)
+            part = slice(first, first + length)
             first += length
-            run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
-            out.append(read(run, places.now[at], places.evicts[first - 1]))
+            run = Run(query[..., part, :], keys[:, part], values[:, part], steps[:, part], ids[:, part])
+            out.append(read(run, places.now[part], places.evicts[first - 1]))
         return torch.cat(out, 2).unflatten(0, by_head).flatten(1, 2)
 
     def _paired(self, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class Shortcuts:
 
     def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor, factors: Tensor | None) -> None:
         """Write a block that all fits. keys: paired; factors: RoPE of all positions up to its end, None without RoPE."""
-        first, end = plan.seen, plan.seen + keys.shape[2]
+        first, end = plan.tokens_before, plan.tokens_before + keys.shape[2]
         kept = rotate(keys, factors[first:]) if factors is not None and rows.keys_rotated else keys
         free = rows.free[:, None] + torch.arange(end - first, device=keys.device)
         rows.write(kept.flatten(0, 2), values.flatten(0, 2), free)

@@ -36,7 +36,7 @@ class LayerShape:
         value_dim: of a head.
         rotation: None if the layer has no RoPE.
         sliding_window: tokens a query may see, itself included; None if all.
-        plain: scores go to the softmax unchanged, and nothing but keys takes mass.
+        plain_softmax: scores go to the softmax unchanged, and nothing but keys takes mass.
         device: where its K and V are computed and kept, in a model that spans several devices; the model's when None.
     """
 
@@ -46,7 +46,7 @@ class LayerShape:
     value_dim: int
     rotation: Rotation | None
     sliding_window: int | None
-    plain: bool = True
+    plain_softmax: bool = True
     device: torch.device | None = None
 
     @property
@@ -95,7 +95,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerHeads:
     """Heads of one layer that live in the same `Slots`.
 
     Attributes:
@@ -136,31 +136,31 @@ class Cadence:
             return Cadence(None, self.every, 0, prompt - held)
         return Cadence(self.capacity, self.every, max(prompt, self.capacity))
 
-    def held(self, seen: int) -> int:
-        """Tokens held after `seen` tokens were read."""
+    def held(self, tokens_read: int) -> int:
+        """Tokens held after `tokens_read` tokens were read."""
         if self.capacity is None:
-            return seen - self.dropped
-        return seen if seen < self.origin else self.capacity + (seen - self.origin) % self.every
+            return tokens_read - self.dropped
+        return tokens_read if tokens_read < self.origin else self.capacity + (tokens_read - self.origin) % self.every
 
-    def held_of(self, seen: Tensor) -> Tensor:
+    def held_of(self, tokens_read: Tensor) -> Tensor:
         """Return `held` for numbers of tokens that only the device knows. Any shape, int64."""
         if self.capacity is None:
-            return seen - self.dropped
-        return seen.where(seen < self.origin, self.capacity + (seen - self.origin) % self.every)
+            return tokens_read - self.dropped
+        return tokens_read.where(tokens_read < self.origin, self.capacity + (tokens_read - self.origin) % self.every)
 
-    def evicts(self, seen: int) -> bool:
-        """Whether tokens are evicted after the last of `seen` tokens."""
-        return self.capacity is not None and seen > self.origin and (seen - self.origin) % self.every == 0
+    def evicts(self, tokens_read: int) -> bool:
+        """Whether tokens are evicted after the last of `tokens_read` tokens."""
+        return self.capacity is not None and tokens_read > self.origin and (tokens_read - self.origin) % self.every == 0
 
-    def runs(self, seen: int, tokens: int) -> list[int]:
+    def runs(self, tokens_read: int, tokens: int) -> list[int]:
         """The lengths of the runs that a block is cut into, so that evictions fall only at their ends."""
         if self.capacity is None:
             return [tokens]
-        end, lengths = seen + tokens, list[int]()
-        while seen < end:
-            due = self.origin + self.every * (max(0, seen - self.origin) // self.every + 1)
-            lengths.append(min(due, end) - seen)
-            seen += lengths[-1]
+        end, lengths = tokens_read + tokens, list[int]()
+        while tokens_read < end:
+            due = self.origin + self.every * (max(0, tokens_read - self.origin) // self.every + 1)
+            lengths.append(min(due, end) - tokens_read)
+            tokens_read += lengths[-1]
         return lengths
 
 
@@ -190,7 +190,7 @@ class Slots:
         keys_rotated: keys are kept rotated to their positions in the stream.
         streams: B.
         seed: of the policy's randomness.
-        wide: dtype of statistics and softmax weights.
+        state_dtype: dtype of statistics and softmax weights.
         layer_index: the indices of the layers. [L] int64.
         head_index: the heads' indices in their layers. [L, H] int64.
         prompt: tokens of each stream's prompt, 0 if it has none. [B] int64.
@@ -203,7 +203,7 @@ class Slots:
         self,
         shape: LayerShape,
         *,
-        parts: Sequence[Part],
+        parts: Sequence[LayerHeads],
         policy: Policy,
         statistics: Sequence[Statistic],
         cadence: Cadence,
@@ -243,7 +243,7 @@ class Slots:
         self.layer_index = torch.tensor(self.layers, device=device)
         self.head_index = torch.tensor([list(part.heads or range(shape.heads)) for part in parts], device=device)
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
-        self.wide = torch.promote_types(dtype, torch.float32)
+        self.state_dtype = torch.promote_types(dtype, torch.float32)
         rows, slots = len(parts) * self.rows, budget.slots or self.most or BUCKET
         zeros = torch.zeros(1, 1, 1, device=device, dtype=dtype)
         keys, values = zeros.expand(rows, slots, shape.key_dim), zeros.expand(rows, slots, shape.value_dim)
@@ -262,7 +262,7 @@ class Slots:
 
     def _first_state(self, statistic: Statistic, rows: int, slots: int, device: torch.device) -> Tensor:
         """A statistic of empty slots."""
-        size, dtype = ((rows, slots), self.wide) if statistic.per == "slot" else ((rows,), torch.float64)
+        size, dtype = ((rows, slots), self.state_dtype) if statistic.per == "slot" else ((rows,), torch.float64)
         return torch.full((*size, *statistic.shape(self.shape.sizes)), statistic.initial, device=device, dtype=dtype)
 
     @property
@@ -288,8 +288,8 @@ class Slots:
         paged = 0 if tensors.pages is None else tensors.pages.nbytes
         return paged + sum(x.nbytes for x in (tensors.rank, tensors.position, tensors.free, *tensors.states.values()))
 
-    def attended(self, seen: int | None, tokens: int = 1) -> int:
-        """Slots that a block of `tokens` looks at, the last of `seen`: whole buckets; all slots when None.
+    def attended(self, tokens_read: int | None, tokens: int = 1) -> int:
+        """Slots that a block of `tokens` looks at, the last of `tokens_read`: whole buckets; all slots when None.
 
         Of heads that evict and differ: where asking costs nothing, what the fullest may need, rounded up to eighths
         of a power of two, so that it seldom changes.
@@ -298,21 +298,21 @@ class Slots:
             most = int((self.tensors.free - self.tensors.row_base).max()) + tokens
             bucket = max(16, 1 << max(0, most.bit_length() - 4))
             return min(self.num_slots, -(-most // bucket) * bucket)
-        if seen is None or (self.uneven and self.capacity is not None):
+        if tokens_read is None or (self.uneven and self.capacity is not None):
             return self.num_slots
-        used = self.cadence.held(seen) if self.most is None else min(seen, self.most)
+        used = self.cadence.held(tokens_read) if self.most is None else min(tokens_read, self.most)
         return min(self.num_slots, -(-used // self.budget.bucket) * self.budget.bucket)
 
-    def used(self, seen: int) -> int:
-        """Slots of a head in use after `seen` tokens, at most: those of the tokens held before, and that of the last one.
+    def used(self, tokens_read: int) -> int:
+        """Slots of a head in use after `tokens_read` tokens, at most: those of the tokens held before, and that of the last one.
 
         In a pool the mean over heads, rounded up.
         """
         if self.tensors.pages is not None:
-            return -(-self._tokens(seen) // self.rows)
+            return -(-self._tokens(tokens_read) // self.rows)
         if self.most is None:
-            return self.cadence.held(seen)
-        return self.num_slots if self.uneven else min(seen, self.most)
+            return self.cadence.held(tokens_read)
+        return self.num_slots if self.uneven else min(tokens_read, self.most)
 
     @property
     def held_bytes(self) -> int:
@@ -327,22 +327,25 @@ class Slots:
         occupied = self.tensors.rank.view(by_stream)[:, 0] < self.empty_rank
         return torch.stack([((position == p) & occupied).any(-1) for p in positions], -1)
 
-    def grow(self, seen: int) -> None:
-        """Make room for `seen` tokens of a stream, in whole buckets or pages. Padded slots have it from the start if bounded."""
-        if self.capacity is None and self.cadence.held(seen) > self.num_slots:
-            buckets = -(-self.cadence.held(seen) // self.budget.bucket)
+    def grow(self, tokens_read: int) -> None:
+        """Make room for `tokens_read` tokens of a stream, in whole buckets or pages.
+
+        Padded slots of a bounded cache have room from the start.
+        """
+        if self.capacity is None and self.cadence.held(tokens_read) > self.num_slots:
+            buckets = -(-self.cadence.held(tokens_read) // self.budget.bucket)
             self._replace(self.tensors.extended(buckets * self.budget.bucket))
-        if self.tensors.pages is not None and (pages := self._num_pages(seen)) > self.tensors.pages.pages:
+        if self.tensors.pages is not None and (pages := self._num_pages(tokens_read)) > self.tensors.pages.pages:
             self._replace(self.tensors.repaged(pages))
 
-    def _tokens(self, seen: int) -> int:
-        """Tokens of a layer in use after `seen` of each stream, at most, where rows differ."""
-        return self.rows * (self.cadence.held(seen) if self.most is None else min(seen, self.most)) + self._surplus
+    def _tokens(self, tokens_read: int) -> int:
+        """Tokens of a layer in use after `tokens_read` of each stream, at most, where rows differ."""
+        return self.rows * (self.cadence.held(tokens_read) if self.most is None else min(tokens_read, self.most)) + self._surplus
 
-    def _num_pages(self, seen: int) -> int:
+    def _num_pages(self, tokens_read: int) -> int:
         """Pages of a layer's pool."""
         full = None if self.most is None else self.rows * self.most + self._surplus
-        return pages_for(self._tokens(seen), self.rows, full, PAGE)
+        return pages_for(self._tokens(tokens_read), self.rows, full, PAGE)
 
     @property
     def most_victims(self) -> int:
@@ -358,8 +361,8 @@ class Slots:
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Positions held, oldest first, per stream and KV head. Syncs with the host."""
-        at = self.layers.index(layer)
-        rank, position = (x.unflatten(0, (len(self.layers), -1))[at] for x in (self.tensors.rank, self.tensors.position))
+        index = self.layers.index(layer)
+        rank, position = (x.unflatten(0, (len(self.layers), -1))[index] for x in (self.tensors.rank, self.tensors.position))
         held = [
             [p for r, p in sorted(zip(ranks, positions, strict=True)) if r < self.empty_rank]
             for ranks, positions in zip(rank.tolist(), position.tolist(), strict=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.rotary import rotate
-from kvbench.policies import CacheView
+from kvbench.policies import CacheView, Statistic
+from kvbench.policies.view import Rotate
 
 
 class Window(Protocol):
@@ -26,22 +27,22 @@ class Window(Protocol):
     def read(self) -> Tensor:
         """Return the slots' contents, decoded. [N, S, D], the model's dtype."""
 
-    def write(self, at: Tensor, x: Tensor) -> None:
+    def write(self, indices: Tensor, x: Tensor) -> None:
         """Put vectors into slots, as many in each row; their positions are entered before.
 
         Args:
-            at: flat indices in the store, row by row. [n] int64.
+            indices: flat indices in the store, row by row. [n] int64.
             x: [n, D].
         """
 
     def put(self, x: Tensor) -> None:
         """Fill the first slots of each row. [N, n, D]."""
 
-    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
         """Write a run of tokens, and return all that one of them may see.
 
         Args:
-            at: as in `write`.
+            indices: as in `write`.
             x: as in `write`.
             before: what was read before their positions were entered. [N, S, D].
 
@@ -147,17 +148,17 @@ class FloatWindow:
         """Weighted sums of the values."""
         torch.bmm(weights.to(self._view.dtype), self._view, out=into)
 
-    def write(self, at: Tensor, x: Tensor) -> None:
+    def write(self, indices: Tensor, x: Tensor) -> None:
         """Put vectors into slots."""
-        self._flat.index_copy_(0, at, x)
+        self._flat.index_copy_(0, indices, x)
 
     def put(self, x: Tensor) -> None:
         """Fill the first slots."""
         self._view[:, : x.shape[1]] = x
 
-    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
         """Write a run of tokens, and return the slots."""
-        self.write(at, x)
+        self.write(indices, x)
         return before
 
 
@@ -239,18 +240,18 @@ class CodedWindow(Padded):
         """Decode all slots as if no token were exempt. [N, S, D]."""
         return decoded(self._codes, self._scale, self._zero, self._codec.bits)
 
-    def write(self, at: Tensor, x: Tensor) -> None:
+    def write(self, indices: Tensor, x: Tensor) -> None:
         """Put vectors into slots, as codes, and into places for exempt ones."""
         parts = self._store.codes, self._store.scale, self._store.zero
         for part, new in zip(parts, encoded(x, self._codec), strict=True):
-            part.flatten(0, 1).index_copy_(0, at, new)
-        if not self._codec.exempt or not len(at):
+            part.flatten(0, 1).index_copy_(0, indices, new)
+        if not self._codec.exempt or not len(indices):
             return
         rows = len(self._exact)
         order = self._order()
-        place = self._place(order.flatten()[at - self._first].view(rows, -1), order)
+        place = self._place(order.flatten()[indices - self._first].view(rows, -1), order)
         source = place.new_full((rows, self._codec.exempt + 1), -1)  # the token that takes each place; the last for all others
-        source.scatter_(1, place, torch.arange(place.shape[1], device=at.device).expand_as(place))
+        source.scatter_(1, place, torch.arange(place.shape[1], device=indices.device).expand_as(place))
         source = source[:, :-1, None]
         new = x.unflatten(0, (rows, -1)).take_along_dim(source.clamp(min=0), 1)
         self._exact.copy_(torch.where(source >= 0, new, self._exact))
@@ -260,10 +261,10 @@ class CodedWindow(Padded):
         first = torch.arange(len(x), device=x.device)[:, None] * self._account.shape[1] + self._first
         self.write((first + torch.arange(x.shape[1], device=x.device)).flatten(), x.flatten(0, 1))
 
-    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
         """Write a run of tokens, and return each slot twice: coded, and exempt."""
-        self.write(at, x)
-        return torch.cat([self._decoded(), with_run(before, at % self._account.shape[1], x)], 1)
+        self.write(indices, x)
+        return torch.cat([self._decoded(), with_run(before, indices % self._account.shape[1], x)], 1)
 
     def _place(self, order: Tensor, of_all: Tensor) -> Tensor:
         """Return tokens' places among the exempt; E for coded tokens. order: of tokens; of_all: of all slots. [N, n] int64."""
@@ -274,20 +275,27 @@ class CodedWindow(Padded):
 
 
 class StoredView(CacheView):
-    """The view of a coded cache, whose keys and values are decoded when they are looked at."""
+    """View whose keys and values are read from their windows when a policy looks at them."""
 
-    def __init__(self, view: CacheView, keys: Window | None, values: Window, heads: int) -> None:
-        """view: without keys and values of its own; keys: None if they are kept rotated, so that nobody looks at them."""
-        vars(self).update(vars(view))
-        del self.keys, self.values
-        self._stored, self._heads = {"keys": keys, "values": values}, heads
+    def __init__(
+        self, rank: Tensor, position: Tensor, step: Tensor, keys: Window | None, values: Window, states: dict[Statistic, Tensor],
+        layer: Tensor, head: Tensor, prompt: Tensor, num_layers: int, seed: int, rotate: Rotate,
+    ) -> None:  # fmt: skip
+        """keys: None if they are kept rotated, so that the view has none. Other arguments: as of `CacheView`."""
+        self.rank, self.position, self.step, self.states, self.layer = rank, position, step, states, layer
+        self.head, self.prompt, self.num_layers, self.seed, self.rotate = head, prompt, num_layers, seed, rotate
+        self._windows = {"keys": keys, "values": values}
+        if isinstance(values, FloatWindow):  # reads return the slots themselves
+            self.values = self._read(values)
 
     def __getattr__(self, name: str) -> Tensor:
-        window = vars(self).get("_stored", {}).get(name)
+        window = vars(self).get("_windows", {}).get(name)
         if window is None:
             raise AttributeError(name)
-        read: Tensor = window.read()
-        return read.unflatten(0, (-1, self._heads))
+        return self._read(window)
+
+    def _read(self, window: Window) -> Tensor:
+        return window.read().unflatten(0, (-1, self.rank.shape[1]))
 
 
 def is_exempt(codec: Codec, position: Tensor, newest: Tensor) -> Tensor:
@@ -331,12 +339,12 @@ def encoded(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:
 
     scale = (largest - smallest) / (2^bits - 1), zero = smallest, code = round((x - zero) / scale).
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (codec.groups(x.shape[-1]), -1))
-    least, most = wide.aminmax(dim=-1)
+    grouped = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (codec.groups(x.shape[-1]), -1))
+    least, most = grouped.aminmax(dim=-1)
     levels = 2**codec.bits - 1
     scale, zero = ((most - least) / levels).to(x.dtype), least.to(x.dtype)
-    step = scale.to(wide.dtype).clamp(min=torch.finfo(wide.dtype).tiny)  # equal numbers have a scale of 0
-    codes = ((wide - zero[..., None]) / step[..., None]).round().clamp(0, levels).to(torch.uint8).flatten(-2)
+    step = scale.to(grouped.dtype).clamp(min=torch.finfo(grouped.dtype).tiny)  # equal numbers have a scale of 0
+    codes = ((grouped - zero[..., None]) / step[..., None]).round().clamp(0, levels).to(torch.uint8).flatten(-2)
     if codec.bits == 8:
         return codes, scale, zero
     shifts = torch.arange(0, 8, codec.bits, dtype=torch.uint8, device=x.device)
@@ -348,8 +356,8 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     if bits < 8:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
         codes = ((codes[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
-    wide = torch.promote_types(scale.dtype, torch.float32)
-    x = codes.to(wide).unflatten(-1, (scale.shape[-1], -1)).mul_(scale[..., None]).add_(zero[..., None])
+    float_dtype = torch.promote_types(scale.dtype, torch.float32)
+    x = codes.to(float_dtype).unflatten(-1, (scale.shape[-1], -1)).mul_(scale[..., None]).add_(zero[..., None])
     return x.flatten(-2).to(scale.dtype)
 
 

@@ -106,12 +106,14 @@ class MethodCheck:
             fast = self._decoder(method)
             if not (self._timed or fast.graphs):
                 return Trial(ran=RAN - before)
-            plain = self._decoder(PLAIN_WALK)
-            refused, ran = self._differs_captured(fast, plain, method, sizes), RAN - before
+            reference = self._decoder(PLAIN_WALK)
+            refused, ran = self._differs_captured(fast, reference, method, sizes), RAN - before
             if refused or not self._timed:
                 return Trial(refused, ran=ran)
-            slow = "" if blocks_by(fast) == blocks_by(plain) else self._slower("block", self._timed_tokens(fast), fast, plain)
-            slow_steps = self._slower("step", 1, fast, plain)
+            slow = ""
+            if blocks_by(fast) != blocks_by(reference):
+                slow = self._slower("block", self._timed_tokens(fast), fast, reference)
+            slow_steps = self._slower("step", 1, fast, reference)
         except Exception as error:  # a kernel or a graph may ask for what the device can't do
             return self._failed(error)
         return Trial("", slow, slow_steps, ran, fast.graphs.refused if fast.graphs else "")
@@ -119,9 +121,9 @@ class MethodCheck:
     def trial_of_runs(self) -> str:
         """Why tokens can't be read in runs from one eviction to the next; empty if they can. Both sides are plain PyTorch."""
         config = self._config
-        seen = (config.capacity or 0) + max(0, config.every - _SINGLE_TOKENS)
+        tokens_before = (config.capacity or 0) + max(0, config.every - _SINGLE_TOKENS)
         try:
-            return self._differs(PLAIN_WALK, TOKEN_BY_TOKEN, [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS], seen)
+            return self._differs(PLAIN_WALK, TOKEN_BY_TOKEN, [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS], tokens_before)
         except Exception as error:
             return self._failed(error).refused
 
@@ -129,9 +131,9 @@ class MethodCheck:
         """Compare a block and single tokens of a coded cache with the plain walk's."""
         config, before = self._config, Counter(RAN)
         sizes = [_CODED_BLOCK_TOKENS, *[1] * _SINGLE_TOKENS]
-        seen = max(0, config.capacity + config.every - _CODED_BLOCK_TOKENS + 4) if config.capacity else _DENSE_TOKENS
+        tokens_before = max(0, config.capacity + config.every - _CODED_BLOCK_TOKENS + 4) if config.capacity else _DENSE_TOKENS
         try:
-            return Trial(self._differs(method, PLAIN_WALK, sizes, seen), ran=RAN - before)
+            return Trial(self._differs(method, PLAIN_WALK, sizes, tokens_before), ran=RAN - before)
         except Exception as error:
             return self._failed(error)
 
@@ -184,8 +186,8 @@ class MethodCheck:
         """Tokens of a block that every shortcut in question takes: FlexAttention takes whole tiles."""
         return TILE if any(w.may_flex for w in fast.walks) else _TIMED_BLOCK_TOKENS
 
-    def _single_sizes(self, fast: CachedDecoder, seen: int) -> list[int]:
-        """Single tokens after `seen` others; between them blocks, where evictions are far apart.
+    def _single_sizes(self, fast: CachedDecoder, tokens_before: int) -> list[int]:
+        """Single tokens after `tokens_before` others; between them blocks, where evictions are far apart.
 
         Steps with evictions and steps without come three times each: for a dry run, a capture and a replay.
         """
@@ -194,9 +196,9 @@ class MethodCheck:
             return [1] * max(_SINGLE_TOKENS, 3 * cadence.every)
         sizes = list[int]()
         for _ in range(3):
-            gap = next(n for n in range(cadence.origin + cadence.every) if cadence.evicts(seen + n + 2))
+            gap = next(n for n in range(cadence.origin + cadence.every) if cadence.evicts(tokens_before + n + 2))
             sizes += [*[gap] * (gap > 0), *[1] * _SHORT_CYCLE]
-            seen += gap + _SHORT_CYCLE
+            tokens_before += gap + _SHORT_CYCLE
         return sizes
 
     def _tokens(self, count: int, streams: int, seed: int = 1) -> Tensor:
@@ -205,7 +207,7 @@ class MethodCheck:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocabulary, (streams, count), generator=generator).to(self._model.device)
 
-    def _differs(self, method: Method, reference: Method, sizes: Sequence[int], seen: int, streams: int = 1) -> str:
+    def _differs(self, method: Method, reference: Method, sizes: Sequence[int], tokens_before: int, streams: int = 1) -> str:
         """Describe how a method's attention or kept tokens differ from a reference method's; empty if they agree.
 
         Rounding may make a head evict another token, or two of them in another order, but hardly the same head on other tokens,
@@ -213,7 +215,7 @@ class MethodCheck:
         """
         diverged: frozenset[Row] | None = None
         for seed in range(_ATTEMPTS):
-            refused, verdict = self._attempt((method, reference), sizes, seen, streams, seed)
+            refused, verdict = self._attempt((method, reference), sizes, tokens_before, streams, seed)
             if refused and self._exact and verdict.rounding_error > _MOST_ROUNDING and seed < _ATTEMPTS - 1:
                 continue
             if refused:
@@ -224,13 +226,13 @@ class MethodCheck:
         return "a head holds other tokens than the plain walk's, whatever is read"
 
     def _attempt(
-        self, methods: tuple[Method, Method], sizes: Sequence[int], seen: int, streams: int, seed: int
+        self, methods: tuple[Method, Method], sizes: Sequence[int], tokens_before: int, streams: int, seed: int
     ) -> tuple[str, Verdict]:
         """Compare a method with a reference once. The rounding error of the reference is measured where errors exceed it."""
-        verdict, share = self._verdict(methods, sizes, seen, streams, seed)
+        verdict, share = self._verdict(methods, sizes, tokens_before, streams, seed)
         if verdict.max_error > 1 and (wider := self._wider_dtype()) is not None:
             first = verdict.max_error  # from the reference, which may be off by a third of what both together may be
-            verdict, share = self._verdict(methods, sizes, seen, streams, seed, wider)
+            verdict, share = self._verdict(methods, sizes, tokens_before, streams, seed, wider)
             first /= max(1.0, 3 * verdict.rounding_error)
             verdict = verdict._replace(max_error=max(verdict.max_error, first))
         self.max_error = max(self.max_error, verdict.max_error)
@@ -244,7 +246,7 @@ class MethodCheck:
         return "no head of a layer could be compared with the plain walk's" if verdict.uncompared else "", verdict
 
     def _verdict(
-        self, methods: tuple[Method, Method], sizes: Sequence[int], seen: int, streams: int, seed: int,
+        self, methods: tuple[Method, Method], sizes: Sequence[int], tokens_before: int, streams: int, seed: int,
         wider: torch.dtype | None = None,
     ) -> tuple[Verdict, float]:  # fmt: skip
         """Replay the same inputs by a method and a reference. Returns the share of evicted tokens that are others, too.
@@ -257,16 +259,16 @@ class MethodCheck:
         if wider is not None and not any(walk.notes_written for walk in reference.walks):
             reads[CachedDecoder(model, self._config, streams, methods[1], wider)] = wider
         for read in reads:
-            if seen:
-                read.fill_randomly(seen, seed)
+            if tokens_before:
+                read.fill_randomly(tokens_before, seed)
             read.reserve(sum(sizes))
-        comparison = ReferenceComparison(self._inputs(tokens), reads, seen)
+        comparison = ReferenceComparison(self._inputs(tokens), reads, tokens_before)
         for block in tokens.split(list(sizes), 1):
             if self._config.evict == "prompt" and not candidate.walks:
                 comparison.read_prompt(block, _PROMPT_BLOCK)
             else:
                 comparison.read(block)
-        return comparison.verdict(), _other_victims(candidate, reference, seen + sum(sizes))
+        return comparison.verdict(), _other_victims(candidate, reference, tokens_before + sum(sizes))
 
     def _inputs(self, tokens: Tensor) -> list[LayerInputs]:
         """The inputs of the attention of all layers on these tokens, recorded once."""
@@ -282,17 +284,17 @@ class MethodCheck:
             return None
         return torch.float64 if self._exact else torch.float32
 
-    def _differs_captured(self, fast: CachedDecoder, plain: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
+    def _differs_captured(self, fast: CachedDecoder, reference: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
         """Describe how captured steps differ from eager ones; empty if they agree, or if none is captured.
 
         Steps whose code is compiled as a whole round differently in every layer. They may differ by twice what kernels and plain
         walk, which agree in every layer, differ in their logits.
         """
         if fast.graphs is None:
-            self._differences([plain, fast], sizes)  # both are timed in the state after these tokens
+            self._differences([reference, fast], sizes)  # both are timed in the state after these tokens
             return ""
         eager = self._decoder(replace(method, captured=False, fused=False))
-        rounding_error, error = self._differences([eager, plain, fast], sizes)
+        rounding_error, error = self._differences([eager, reference, fast], sizes)
         if method.fused and rounding_error > _MOST_ROUNDING:
             return f"rounding changes logits by {rounding_error:.1f} times what is allowed"
         error /= max(1.0, 2 * rounding_error) if method.fused else 1.0
@@ -301,24 +303,24 @@ class MethodCheck:
 
     def _differences(self, reads: Sequence[CachedDecoder], sizes: Sequence[int]) -> list[float]:
         """Largest difference of the others' logits from the first one's, in units of rounding; all read blocks of these sizes."""
-        model, worst = self._model, [0.0] * (len(reads) - 1)
+        model, max_errors = self._model, [0.0] * (len(reads) - 1)
         for block in self._tokens(sum(sizes), reads[0].streams).split(list(sizes), 1):
             keep = None
             if block.shape[1] > 1:
                 keep = torch.arange(max(0, block.shape[1] - _BLOCK_TOKENS), block.shape[1], device=model.device)
             expected, *logits = (read(block, keep=keep).float() for read in reads)
             rounding = rounding_of(model.dtype) * expected.abs().amax().clamp(min=1)
-            apart = [float(((x - expected).abs().amax() / rounding).nan_to_num(torch.inf)) for x in logits]
-            worst = [max(pair) for pair in zip(worst, apart, strict=True)]
-        return worst
+            errors = [float(((x - expected).abs().amax() / rounding).nan_to_num(torch.inf)) for x in logits]
+            max_errors = [max(pair) for pair in zip(max_errors, errors, strict=True)]
+        return max_errors
 
-    def _slower(self, what: str, tokens: int, fast: CachedDecoder, plain: CachedDecoder) -> str:
+    def _slower(self, what: str, tokens: int, fast: CachedDecoder, reference: CachedDecoder) -> str:
         """Says how long a block or a step takes if the plain one takes less; empty if it doesn't. They take turns."""
         block = torch.zeros(self._streams, tokens, dtype=torch.int64, device=self._model.device)
         keep = None if tokens == 1 else torch.full((1,), tokens - 1, device=self._model.device)
         seconds: list[list[float]] = [[], []]
         for _ in range(_SINGLE_TOKENS if tokens == 1 else _TIMED_BLOCKS):
-            for read, of_decoder in zip((fast, plain), seconds, strict=True):
+            for read, of_decoder in zip((fast, reference), seconds, strict=True):
                 wait_for(self._model.device)
                 start = time.perf_counter()
                 read(block, keep=keep)
@@ -326,8 +328,8 @@ class MethodCheck:
                 of_decoder.append(time.perf_counter() - start)
             if tokens > 1 and seconds[0][0] * _CLEARLY < seconds[1][0]:
                 break
-        ours, plainly = (1e3 * median(of_decoder) for of_decoder in seconds)
-        return f"a {what} takes {ours:.3g} ms, and {plainly:.3g} ms plainly" if ours > plainly else ""
+        ours, theirs = (1e3 * median(of_decoder) for of_decoder in seconds)
+        return f"a {what} takes {ours:.3g} ms, and {theirs:.3g} ms plainly" if ours > theirs else ""
 
 
 def blocks_by(read: CachedDecoder) -> str:
@@ -337,18 +339,19 @@ def blocks_by(read: CachedDecoder) -> str:
     return "compiled walk" if any(w.is_compiled for w in read.walks) else "walk"
 
 
-def _other_victims(fast: CachedDecoder, plain: CachedDecoder, seen: int) -> float:
-    """Share of the tokens that the plain decoder has evicted, after `seen` tokens, which the other one still holds."""
+def _other_victims(fast: CachedDecoder, reference: CachedDecoder, tokens_read: int) -> float:
+    """Share of the tokens that the plain decoder has evicted, after `tokens_read` tokens, which the other one still holds."""
     others = evicted = 0
-    for ours, theirs in zip(fast.walks, plain.walks, strict=True):
-        held = [_held(walk.slots, seen) for walk in (ours, theirs)]
+    for ours, theirs in zip(fast.walks, reference.walks, strict=True):
+        held = [_held(walk.slots, tokens_read) for walk in (ours, theirs)]
         others += int((held[0] & ~held[1]).sum())
         evicted += int((~held[1]).sum())
     return others / max(evicted, 1)
 
 
-def _held(slots: Slots, seen: int) -> Tensor:
-    """Return which of the first `tokens` tokens each row holds. [R, tokens] bool."""
+def _held(slots: Slots, tokens_read: int) -> Tensor:
+    """Return which of the first `tokens_read` tokens each row holds. [R, tokens_read] bool."""
     position, rank = slots.tensors.position, slots.tensors.rank
-    at = position.masked_fill(rank == slots.empty_rank, seen)  # an empty slot counts as none of them
-    return torch.zeros(len(at), seen + 1, dtype=torch.bool, device=at.device).scatter_(1, at, value=True)[:, :seen]
+    column = position.masked_fill(rank == slots.empty_rank, tokens_read)  # an empty slot counts as none of them
+    held = torch.zeros(len(column), tokens_read + 1, dtype=torch.bool, device=column.device)
+    return held.scatter_(1, column, value=True)[:, :tokens_read]

@@ -97,10 +97,10 @@ class Walk:
 
     def _places(self, block: Block, rows: Rows) -> Places:
         """Return the places of a block's tokens in these rows."""
-        slots, seen, count = self.slots, block.seen, block.steps.shape[1]
+        slots, tokens_before, count = self.slots, block.tokens_before, block.steps.shape[1]
         steps, head, stream = block.steps.T, rows.stream_of_row, rows.stream_of_block
         ranks: list[Tensor | None] = [None] * count
-        if self.steady is not None and seen is not None:
+        if self.steady is not None and tokens_before is not None:
             ranks = [self.steady[0]]
         elif not slots.uneven:
             even = slots.cadence.held_of(steps)
@@ -113,8 +113,8 @@ class Walk:
             steps=steps.index_select(1, head).unbind(0),
             now=steps.index_select(1, stream)[..., None, None].unbind(0),
             valid=[None] * count if valid is None else valid.unbind(0),
-            evicts=[seen is not None and slots.cadence.evicts(seen + t) for t in range(1, count + 1)],
-            ragged=seen is None,
+            evicts=[tokens_before is not None and slots.cadence.evicts(tokens_before + t) for t in range(1, count + 1)],
+            ragged=tokens_before is None,
             ids=block.ids.T.index_select(1, head).unbind(0) if self._writes else (),
         )
 
@@ -130,7 +130,7 @@ class Walk:
     def _begin_step(self, block: Block) -> Step:
         """Enter a token in the account of the free slot of every row, and place its query and the keys held."""
         slots, placement = self.slots, self._placement
-        attended = slots.attended(None if block.seen is None else block.seen + 1)
+        attended = slots.attended(None if block.tokens_before is None else block.tokens_before + 1)
         rows, layers = self.rows(attended), len(slots.layers)
         places = self._places(block, rows)
         rank, step, evicts = places.ranks[0], places.steps[0], places.evicts[0]
@@ -139,26 +139,26 @@ class Walk:
             if block.valid is not None:
                 rank = rank.masked_fill(~block.valid[:, 0].index_select(0, rows.stream_of_row), slots.empty_rank)
         rows.place(rank, step, places.now[0])
-        seen = rows.room_for_seen()
-        by_layer = {name: x.unflatten(0, (layers, -1)).unbind(0) for name, x in seen.items()}
-        seen_of_layer = [{name: parts[at] for name, parts in by_layer.items()} for at in range(layers)]
+        observed = rows.observation_buffers()
+        by_layer = {name: x.unflatten(0, (layers, -1)).unbind(0) for name, x in observed.items()}
+        observed_of_layer = [{name: parts[index] for name, parts in by_layer.items()} for index in range(layers)]
         if self._method.step_kernel and self._kernels.step is not None and slots.sees <= {"weights"}:
-            return Step(places, rows, attended, seen, seen_of_layer, self._kernels.step)
+            return Step(places, rows, attended, observed, observed_of_layer, self._kernels.step)
         nothing = [None] * layers
         all_used = evicts and slots.evicts_each_step
         used = nothing if all_used else rows.used().unflatten(0, (layers, -1)).unbind(0)
         if self.rotation is None:
-            return Step(places, rows, attended, seen, seen_of_layer, None, nothing, used, nothing)
+            return Step(places, rows, attended, observed, observed_of_layer, None, nothing, used, nothing)
         of_rows = None
         if rows.rank.numel() * slots.shape.key_dim <= _MAX_BATCHED_ROPE_ELEMENTS:
             account = (rows.rank, rows.position, step) if slots.tensors.pages is None else rows.account(step)
             of_rows = placement.of_keys(*account, slots.num_slots)
         key_factors = nothing if of_rows is None else of_rows.unflatten(0, (layers, -1)).unbind(0)
-        if self.steady is not None and block.seen is not None:
+        if self.steady is not None and block.tokens_before is not None:
             query_factors: list[QueryFactors | None] = [self.steady[1]] * layers
         elif slots.uneven:
             ranks, steps = rank.clamp(max=slots.num_slots).view(layers, -1, 1), step.view(layers, -1, 1)
-            query_factors = [placement.of_queries(ranks[at], steps[at], slots.num_slots) for at in range(layers)]
+            query_factors = [placement.of_queries(ranks[index], steps[index], slots.num_slots) for index in range(layers)]
         else:  # alike in every layer
             size = len(rank) // layers
             own = placement.of_queries(rank[:size, None].clamp(max=slots.num_slots), step[:size, None], slots.num_slots)
@@ -166,7 +166,7 @@ class Walk:
             # Once the cache is full, the rank of the newest token stays the same, and so does the place of its query.
             if evicts and slots.evicts_each_step and placement.mode != "stream" and own is not None:
                 self.steady = rank, own
-        return Step(places, rows, attended, seen, seen_of_layer, None, query_factors, used, key_factors)
+        return Step(places, rows, attended, observed, observed_of_layer, None, query_factors, used, key_factors)
 
     def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Take a block into one layer, each token seeing what is kept when it comes.
@@ -200,30 +200,30 @@ class Walk:
 
     def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Write one token in one layer, and attend."""
-        at, rows, group = self.slots.layers.index(layer), self.rows(plan.attended, layer), self._group
+        index, rows, group = self.slots.layers.index(layer), self.rows(plan.attended, layer), self._group
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        streams, size, step, own = query.shape[0], len(rows.rank), plan.places.steps[0], plan.query_factors[at]
+        streams, size, step, own = query.shape[0], len(rows.rank), plan.places.steps[0], plan.query_factors[index]
         query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
         rows.write(rotate(keys, own.factors[:, 0]) if own is not None and rows.keys_rotated else keys, values)
         if self._writes:
             self._note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
-        factors = plan.key_factors[at]
+        factors = plan.key_factors[index]
         if factors is None and self.rotation is not None:
             factors = self._placement.of_keys(*rows.account(step), self.slots.num_slots)
         out = values.new_empty(size, group, values.shape[-1])
-        seen = self._attend_one(rows, query, terms, plan.used[at], factors, own, out)
-        for name, x in plan.seen_of_layer[at].items():
-            x.copy_(seen[name])
+        observed = self._attend_one(rows, query, terms, plan.used[index], factors, own, out)
+        for name, x in plan.observed_of_layer[index].items():
+            x.copy_(observed[name])
         return out.view(streams, -1, 1, out.shape[-1])
 
     def _step_by_kernel(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Write one token in one layer, and attend, by a compiled kernel."""
         assert plan.kernel is not None
-        rows, seen = self.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
+        rows, observed = self.rows(plan.attended, layer), plan.observed_of_layer[self.slots.layers.index(layer)]
         free = rows.free.clone() if self._writes else rows.free
         RAN["step kernel"] += 1
-        out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
+        out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, observed.get("weights"))
         if self._writes:
             keys = keys if self.rotation is None else self.rotation.pair(keys)
             self._note_written(rows, plan.places, 0, free, keys.flatten(0, 1), values.flatten(0, 1))
@@ -251,9 +251,9 @@ class Walk:
                 self._note_written(rows, places, t, rows.free, k[:, None], v[:, None])
             used = None if places.evicts[t] and slots.evicts_each_step else rows.used()
             factors = self._placement.of_keys(*rows.account(step), slots.num_slots)
-            seen = self._attend_one(rows, q, terms, used, factors, own, out[t])
-            if seen:
-                rows.update(seen, valid)
+            observed = self._attend_one(rows, q, terms, used, factors, own, out[t])
+            if observed:
+                rows.update(observed, valid)
             rows.release(valid, places.evicts[t], places.ragged)
         return out.unflatten(1, (streams, heads)).movedim(0, 3).flatten(1, 2)
 
@@ -284,11 +284,11 @@ class Walk:
         scores = keys.dots(scaled, key_factors)
         mass = weights(scores, terms, rows.heads, used)
         values.mix(mass, into)
-        seen: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
-        if "logits" in rows.asked:
+        observed: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
+        if "logits" in rows.observed_names:
             logits = logits_of(scores, terms)
-            seen["logits"] = logits if used is None else logits.masked_fill(~used, -torch.inf)
-        return {name: seen[name] for name in rows.asked}
+            observed["logits"] = logits if used is None else logits.masked_fill(~used, -torch.inf)
+        return {name: observed[name] for name in rows.observed_names}
 
     def _note_written(self, rows: Rows, places: Places, t: int, free: Tensor, keys: Tensor, values: Tensor) -> None:
         """Tell statistics of a token that was written. free: [N] int64; keys, values: [N, 1, D]."""
@@ -302,29 +302,29 @@ class Walk:
             self.ordered = self._shortcuts.ordered_after(plan, self.ordered, block.end)
             return
         if self.ordered and self.slots.capacity is not None:
-            self.ordered = block.seen is not None and block.seen < self.slots.capacity
+            self.ordered = block.tokens_before is not None and block.tokens_before < self.slots.capacity
         places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
         if kernel is not None and places.valid[0] is None and not places.ragged:
-            if plan.seen and not kernel.updates:
-                plan.rows.update(plan.seen, None)
-            kernel(self.slots, plan.rows, plan.seen.get("weights"), places.steps[0], places.evicts[0])
+            if plan.observed and not kernel.updates:
+                plan.rows.update(plan.observed, None)
+            kernel(self.slots, plan.rows, plan.observed.get("weights"), places.steps[0], places.evicts[0])
             return
-        if plan.seen:
-            plan.rows.update(plan.seen, places.valid[0])
+        if plan.observed:
+            plan.rows.update(plan.observed, places.valid[0])
         plan.rows.release(places.valid[0], places.evicts[0], places.ragged)
 
-    def phase(self, seen: int) -> tuple[int, bool]:
-        """Return what the host decides about the step after `tokens` tokens: slots attended, and whether tokens are evicted."""
-        return self.slots.attended(seen + 1), self.slots.cadence.evicts(seen + 1)
+    def phase(self, tokens_read: int) -> tuple[int, bool]:
+        """Return what the host decides about the next step: slots attended, and whether tokens are evicted."""
+        return self.slots.attended(tokens_read + 1), self.slots.cadence.evicts(tokens_read + 1)
 
     def forget_placement(self) -> None:
         """Make the next step compute all that it reads, as a captured one must."""
         self.steady = None
 
-    def note_replay(self, seen: int) -> None:
-        """Note what an eager step after `seen` tokens would have noted."""
+    def note_replay(self, tokens_read: int) -> None:
+        """Note what an eager step after `tokens_read` tokens would have noted."""
         self.steady = None
-        self.ordered = self.ordered and (self.slots.capacity is None or seen < self.slots.capacity)
+        self.ordered = self.ordered and (self.slots.capacity is None or tokens_read < self.slots.capacity)
 
     def clear(self) -> None:
         """Forget all tokens, in slots whose policy keeps no statistics."""

@@ -223,15 +223,15 @@ def check(hf: PreTrainedModel, **inputs: Tensor) -> set[int]:
     Raises:
         NotWatchableError: they differ by more than rounding, so what is shown is not what the model does.
     """
-    seen = _Sunk()
-    ours = watch(hf, seen, **inputs).float()
+    sunk = _Sunk()
+    ours = watch(hf, sunk, **inputs).float()
     with own_attention(hf), torch.inference_mode():
         own = _last_hidden(hf, inputs).float()
     off = float((ours - own).abs().max() / own.abs().max())
     tolerance = _CHECK_TOLERANCE if hf.dtype == torch.float32 else 30 * _CHECK_TOLERANCE
     if not off <= tolerance:
         raise NotWatchableError(f"its hidden states differ from those of its own attention, by {off:.1g} of the largest")
-    return seen.layers
+    return sunk.layers
 
 
 def layers_of(hf: PreTrainedModel) -> nn.ModuleList:

@@ -24,8 +24,8 @@ def _attention(
     """Causal attention with a token of zeros before the text. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     tokens = query.shape[2]
     key, value = (torch.cat([x.new_zeros(*x.shape[:2], 1, x.shape[3]), x], 2) for x in (key, value))
-    seen = torch.ones(tokens, tokens + 1, dtype=torch.bool, device=query.device).tril(1)
-    out = scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=query.shape[1] > key.shape[1])
+    visible = torch.ones(tokens, tokens + 1, dtype=torch.bool, device=query.device).tril(1)
+    out = scaled_dot_product_attention(query, key, value, visible, scale=scaling, enable_gqa=query.shape[1] > key.shape[1])
     return out.transpose(1, 2).contiguous(), None
 
 

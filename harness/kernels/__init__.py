@@ -42,9 +42,9 @@ def flex_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, ba
 
 def step_graphs() -> StepGraphs:
     """Return graphs for a new decoder. A capture that fails later raises nothing."""
-    from kvbench.harness.kernels.captured import StepGraphs
+    from kvbench.harness.kernels.captured import CapturedSteps
 
-    return StepGraphs()
+    return CapturedSteps()
 
 
 def capture_failure() -> str:

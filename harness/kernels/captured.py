@@ -155,7 +155,7 @@ def dry_run(step: Step, tokens: Tensor) -> tuple[Tensor, str]:
     return logits.clone(), f"a step {_WAIT_MESSAGE}" if waits else ""
 
 
-class StepGraphs:
+class CapturedSteps:
     """The captured steps of one decoder.
 
     Attributes:
@@ -176,9 +176,9 @@ class StepGraphs:
         self._graphs: OrderedDict[Hashable, tuple[Step, Any] | None] = OrderedDict()  # by phase; None after its dry run
         self.refused, self.replayed = "", 0
 
-    def fresh(self, after: int | None = None) -> StepGraphs:
+    def fresh(self, after: int | None = None) -> CapturedSteps:
         """Return graphs for another decoder, none captured yet. after: as in `__init__`; unchanged when None."""
-        return StepGraphs(self._capture, self._after if after is None else after)
+        return CapturedSteps(self._capture, self._after if after is None else after)
 
     def __call__(
         self, slots: Hashable, phase: Hashable, alive: Any, step: Step, tokens: Tensor, around: Around = nullcontext

@@ -1,4 +1,4 @@
-"""Chooses the kernels for the layers of one `Slots`: C on CPUs, Triton on CUDA. Both have the same classes."""
+"""Chooses the kernels for the layers of one `Slots`: C on CPUs, Triton on CUDA. Both name theirs in `KERNELS`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     module = _MODULES.get(slots.device.type)
     if module is None:
         return Kernels(plain_because=f"no kernels for device '{slots.device.type}'")
-    walk, lost = module.WalkKernel.from_slots(slots, mode, limit, longest, in_graphs), module.lost(slots, mode, limit)
+    step_kind, release_kind, walk_kind = module.KERNELS
+    walk, lost = walk_kind.from_slots(slots, mode, limit, longest, in_graphs), module.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:
         because = module.why_untraced(slots.policy) or module.why_unserved(slots)
         because = because or "no kernel walks blocks of such layers in this dtype"
-    step = module.StepKernel.from_slots(slots, mode, limit, longest)
-    release: ReleaseKernel | None = module.ReleaseKernel.from_slots(slots)
+    step = step_kind.from_slots(slots, mode, limit, longest)
+    release: ReleaseKernel | None = release_kind.from_slots(slots)
     if release is None and slots.device.type == "cpu":
         release = CompeteKernel.from_slots(slots)
     return Kernels(step, release, walk, lost, because)

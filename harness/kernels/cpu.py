@@ -18,19 +18,19 @@ from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels.compiler import Built, built, built_of, why_untraced
-from kvbench.harness.kernels.cpu_walk import WalkKernel
+from kvbench.harness.kernels.cpu_walk import CpuWalkKernel
 from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
 from kvbench.harness.kernels.tracing import traced
 from kvbench.policies import PositionMode
 from kvbench.policies.view import mixed_seed
 
-__all__ = ["ReleaseKernel", "StepKernel", "WalkKernel", "lost", "why_unserved", "why_untraced"]
+__all__ = ["KERNELS", "CpuReleaseKernel", "CpuStepKernel", "CpuWalkKernel", "lost", "why_unserved", "why_untraced"]
 
 _MODES = {"cache": 0, "stream": 1, "clamped": 2, "rotated": 3}  # the last: `stream`, and keys are kept rotated
 _MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; below this one thread is faster than several
 
 
-class StepKernel:
+class CpuStepKernel:
     """The decode step of the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None, kernel: Any) -> None:
@@ -66,7 +66,7 @@ class StepKernel:
     def built(slots: Slots) -> Built:
         """The C function. Layers that it does not support (no plain softmax, 16 bits uncoded) get neither it nor a reason."""
         shape, codec = slots.shape, slots.codec
-        if not shape.plain or may_outlive_window(slots):
+        if not shape.plain_softmax or may_outlive_window(slots):
             return Built()
         sizes = {"GROUP": shape.group, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
         if codec is None:
@@ -111,7 +111,7 @@ def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(size)) for name, size in sizes.items())
 
 
-class ReleaseKernel:
+class CpuReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once."""
 
     updates = True  # the statistics, too
@@ -132,7 +132,7 @@ class ReleaseKernel:
     @staticmethod
     def built(slots: Slots) -> Built:
         """The C function. Without float32 statistics and a traceable policy there is neither it nor a reason."""
-        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy) or why_unserved(slots):
+        if slots.capacity is None or slots.state_dtype != torch.float32 or why_untraced(slots.policy) or why_unserved(slots):
             return Built()
         return built_of(slots.policy, "release.c", "release")
 
@@ -160,5 +160,8 @@ class ReleaseKernel:
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:
     """Why a kernel that supports these layers and their policy could not be built; empty if all were."""
-    kernels = (StepKernel.built(slots), ReleaseKernel.built(slots), WalkKernel.built(slots, mode, limit))
+    kernels = (CpuStepKernel.built(slots), CpuReleaseKernel.built(slots), CpuWalkKernel.built(slots, mode, limit))
     return next((kernel.why_not for kernel in kernels if kernel.why_not), "")
+
+
+KERNELS = CpuStepKernel, CpuReleaseKernel, CpuWalkKernel  # as `choose` reads them

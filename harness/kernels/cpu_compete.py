@@ -56,7 +56,7 @@ class CompeteKernel:
     def built(cls, slots: Slots) -> Built:
         """The C function. Slots without a pool that evicts, or with sums over what a head holds, get neither it nor a reason."""
         summed = any(s.per == "head" for s in slots.tensors.states)
-        if slots.tensors.pool is None or slots.capacity is None or slots.wide != torch.float32 or summed:
+        if slots.tensors.pool is None or slots.capacity is None or slots.state_dtype != torch.float32 or summed:
             return Built()
         if cls._traceable(slots):
             return built_of(slots.policy, "compete.c", "compete")

@@ -32,10 +32,10 @@ class _Candidates(NamedTuple):
     numbers: list[Tensor]  # of those held; one a number of the statistics. [N, n]
 
     @classmethod
-    def gather(cls, rows: Rows, keys: Tensor, values: Tensor, count: int, seen: int, ordered: bool) -> Self:
+    def gather(cls, rows: Rows, keys: Tensor, values: Tensor, count: int, tokens_before: int, ordered: bool) -> Self:
         """The `count` tokens that some rows hold, and a block. ordered: the slots hold their tokens oldest first."""
         order = None if ordered else rows.rank.argsort(-1)[:, :count]
-        steps = torch.arange(seen, seen + keys.shape[2]).expand(len(rows.rank), -1)
+        steps = torch.arange(tokens_before, tokens_before + keys.shape[2]).expand(len(rows.rank), -1)
         held = (_oldest(x, order, count) for x in (rows.keys, rows.values, rows.position))
         block = (keys.flatten(0, 1), values.flatten(0, 1), steps)
         keys, values, position = (torch.cat(pair, 1) for pair in zip(held, block, strict=True))
@@ -43,8 +43,8 @@ class _Candidates(NamedTuple):
 
     def survive(self, rows: Rows, position: Tensor) -> None:
         """Let the rows hold the tokens at these positions. [N, n] int64."""
-        at = torch.searchsorted(self.position, position)[..., None]
-        rows.put(self.keys.take_along_dim(at, 1), self.values.take_along_dim(at, 1), position)
+        index = torch.searchsorted(self.position, position)[..., None]
+        rows.put(self.keys.take_along_dim(index, 1), self.values.take_along_dim(index, 1), position)
 
 
 class _Stores(NamedTuple):
@@ -70,7 +70,7 @@ class _Stores(NamedTuple):
         return cls(key_store, value_store, position, state)
 
 
-class WalkKernel:
+class CpuWalkKernel:
     """The compiled walk of one policy over the layers of one `Slots`."""
 
     leaves_ordered = True  # afterwards, the slots hold their tokens oldest first
@@ -101,7 +101,7 @@ class WalkKernel:
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
         """The C function. Layers that it does not support and policies that can't be traced get neither it nor a reason."""
-        fits = slots.codec is None and slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
+        fits = slots.codec is None and slots.capacity is not None and slots.shape.plain_softmax and slots.shape.key_dim % 2 == 0
         fits = fits and slots.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
         fits = fits and not why_unserved(slots) and (mode != "stream" or slots.keys_rotated or slots.shape.rotation is None)
@@ -109,7 +109,7 @@ class WalkKernel:
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, seen: int, written: FirstValues | None = None,
+        ordered: bool, tokens_before: int, written: FirstValues | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`.
 
@@ -118,10 +118,11 @@ class WalkKernel:
         """
         streams, heads, group, tokens, _ = query.shape
         size, dims, pairs = streams * heads, values.shape[-1], query.shape[-1] // 2
-        count, kept = slots.cadence.held(seen), slots.cadence.held(seen + tokens)
+        count, kept = slots.cadence.held(tokens_before), slots.cadence.held(tokens_before + tokens)
         if self._rotation is not None and slots.keys_rotated:
-            keys = rotate(keys, self._rotation.factors(torch.arange(seen, seen + tokens), keys.dtype, LONGEST_STREAM))
-        candidates = _Candidates.gather(rows, keys, values, count, seen, ordered)
+            steps = torch.arange(tokens_before, tokens_before + tokens)
+            keys = rotate(keys, self._rotation.factors(steps, keys.dtype, LONGEST_STREAM))
+        candidates = _Candidates.gather(rows, keys, values, count, tokens_before, ordered)
         by_pair = candidates.keys.float().unflatten(-1, (-1, 2))  # [N, L, P, 2]
         stores = _Stores.fill(by_pair, candidates, count, slots.num_slots)
         first, out = first_values(rows, written, tokens), torch.empty(tokens, size, group, dims)
@@ -132,7 +133,7 @@ class WalkKernel:
         )  # fmt: skip
         failed = self._kernel(
             *(x.data_ptr() for x in arrays), first.stride(0), first.stride(1), size, group, tokens, pairs, slots.num_slots, dims,
-            count, seen, slots.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
+            count, tokens_before, slots.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
             slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
         )  # fmt: skip
         if failed:

@@ -95,15 +95,15 @@ def why_unserved(slots: Slots) -> str:
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
     """Why kernels that support these layers can't be used; empty if they can."""
-    return "" if cuda_attention.kernels() or not slots.shape.plain or slots.wide != torch.float32 else _NO_TRITON
+    return "" if cuda_attention.kernels() or not slots.shape.plain_softmax or slots.state_dtype != torch.float32 else _NO_TRITON
 
 
 def _serves(slots: Slots) -> bool:
-    plain = slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
-    return plain and slots.tensors.pool is None and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
+    fits = slots.shape.plain_softmax and slots.state_dtype == torch.float32 and slots.shape.key_dim % 2 == 0
+    return fits and slots.tensors.pool is None and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
 
 
-class StepKernel:
+class CudaStepKernel:
     """The decode step of the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
@@ -127,7 +127,7 @@ class StepKernel:
         return out
 
 
-class ReleaseKernel:
+class CudaReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once, or for one."""
 
     updates = True  # the statistics, too
@@ -138,9 +138,8 @@ class ReleaseKernel:
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
         """The kernel for a policy that can be traced and evicts a token at a time; None for others."""
-        fits = (
-            slots.capacity is not None and slots.wide == torch.float32 and not why_unserved(slots) and not why_not(slots.policy)
-        )
+        fits = slots.capacity is not None and slots.state_dtype == torch.float32
+        fits = fits and not why_unserved(slots) and not why_not(slots.policy)
         return cls(traced(slots.policy, TRITON)) if fits else None
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
@@ -165,11 +164,11 @@ class ReleaseKernel:
             heads_of(rows) if "head" in reads else unused, prompts_of(rows) if "prompt" in reads else unused,
             unused if clock is None else clock,
         )  # fmt: skip
-        asked = {"ASKED": mass is not None, "MOST": "most" in reads, "HEAD": "head" in reads, "PROMPT": "prompt" in reads}
+        options = {"ASKED": mass is not None, "MOST": "most" in reads, "HEAD": "head" in reads, "PROMPT": "prompt" in reads}
         window, seed = slots.shape.sliding_window or 0, mixed_seed(slots.seed)
         begin = (*arrays, rows.base, slots.num_slots, attended, slots.streams * heads, heads)
         end = (window, slots.num_layers, seed, self._policy.updated, self._policy.importance)
-        constants = {"G": slots.shape.group, "BLOCK": block, "WIDTHS": widths_of(rows), "PLACE": clock is not None} | asked
+        constants = {"G": slots.shape.group, "BLOCK": block, "WIDTHS": widths_of(rows), "PLACE": clock is not None} | options
 
         def launch(full: bool) -> None:
             kernel(*begin, int(full), *end, **constants)
@@ -201,12 +200,12 @@ class _Buffers:
         """Whether a block of these queries has room."""
         return query.shape[:3] == self.query.shape[:3] and query.shape[3] <= self.query.shape[3]
 
-    def fill(self, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, seen: int) -> None:
-        """Take a block in. seen: tokens before it."""
+    def fill(self, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, tokens_before: int) -> None:
+        """Take a block in. tokens_before: tokens before it."""
         for buffer, x in ((self.query, query), (self.key, keys), (self.value, values)):
             buffer[..., : x.shape[-2], :] = x
         self.first[:, : first.shape[1]] = first
-        self.clock.fill_(seen)
+        self.clock.fill_(tokens_before)
 
 
 class _LayerWalk:
@@ -245,7 +244,7 @@ class _LayerWalk:
             self._release(full)
 
 
-class WalkKernel:
+class CudaWalkKernel:
     """The walk of one policy over the layers of one `Slots`: a step's kernels for every token of a block, inside one layer.
 
     Which token of the block it is stands on the device; all else is the same for every token. So the launches of a chunk of
@@ -255,7 +254,7 @@ class WalkKernel:
     leaves_ordered = False  # tokens stay in their slots
     rotates = True  # takes queries and keys as the model made them
 
-    def __init__(self, attention: AttentionKernels, release: ReleaseKernel, in_graphs: bool) -> None:
+    def __init__(self, attention: AttentionKernels, release: CudaReleaseKernel, in_graphs: bool) -> None:
         self._attention, self._release, self.in_graphs = attention, release, in_graphs
         self._buffers: _Buffers | None = None
         self._layers: WeakKeyDictionary[Rows, _LayerWalk] = WeakKeyDictionary()
@@ -265,14 +264,14 @@ class WalkKernel:
         cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False
     ) -> Self | None:
         """The kernel for layers with a plain softmax and up to 32 bits, and a traceable policy; None for others."""
-        release = ReleaseKernel.from_slots(slots)
+        release = CudaReleaseKernel.from_slots(slots)
         if release is None or slots.codec is not None or not _serves(slots):
             return None
         return cls(AttentionKernels(slots, mode, limit, longest), release, in_graphs and slots.device.type in _GRAPH_DEVICES)
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, seen: int, written: FirstValues | None = None,
+        ordered: bool, tokens_before: int, written: FirstValues | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`."""
         tokens = keys.shape[2]
@@ -282,18 +281,21 @@ class WalkKernel:
         buffers, walk = self._buffers, self._layers.get(rows)
         if walk is None or walk.buffers is not buffers or walk.scaling != scaling:
             walk = self._layers[rows] = self._layer_walk(slots, rows, layer, scaling, buffers)
-        buffers.fill(query, keys, values, first, seen)
-        evicts = [slots.cadence.evicts(step + 1) for step in range(seen, seen + tokens)]
+        buffers.fill(query, keys, values, first, tokens_before)
+        evicts = [slots.cadence.evicts(step + 1) for step in range(tokens_before, tokens_before + tokens)]
         for begin in range(0, tokens, CHUNK_TOKENS):
             walk(evicts[begin : begin + CHUNK_TOKENS])
         return buffers.out[:, :, :, :tokens].clone()
 
     def _layer_walk(self, slots: Slots, rows: Rows, layer: int, scaling: float, buffers: _Buffers) -> _LayerWalk:
         """The kernels of one layer, reading from buffers."""
-        (size, attended), group, at = rows.rank.shape, slots.shape.group, slots.layers.index(layer)
+        (size, attended), group, index = rows.rank.shape, slots.shape.group, slots.layers.index(layer)
         mass = None if buffers.mass is None else buffers.mass[: size * group * attended].view(size, group, attended)
         query, key, value, out = (x.flatten(0, 1) for x in (buffers.query, buffers.key, buffers.value, buffers.out))
         clock = buffers.clock
         attend = self._attention.launcher(slots, rows, query, key, value, scaling, mass, out, clock, buffers.first)
-        release = self._release.launcher(slots, rows, mass, slots.layer_index[at : at + 1], clock)
+        release = self._release.launcher(slots, rows, mass, slots.layer_index[index : index + 1], clock)
         return _LayerWalk(buffers, scaling, attend, release, self.in_graphs)
+
+
+KERNELS = CudaStepKernel, CudaReleaseKernel, CudaWalkKernel  # as `choose` reads them

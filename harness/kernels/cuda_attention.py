@@ -63,10 +63,10 @@ class _Rope(NamedTuple):
 
 def sizes(shape: LayerShape, dtype: torch.dtype) -> dict[str, int]:
     """Constants of the kernels; the sides of their products are powers of two. dtype: of the cache."""
-    pairs, wide = (max(_SMALLEST_SIDE, next_power(x)) for x in (shape.key_dim // 2, shape.value_dim))
-    block = min(64, max(_SMALLEST_SIDE, _MAX_TILE_BYTES // (max(2 * pairs, wide) * dtype.itemsize)))
+    pairs, value_side = (max(_SMALLEST_SIDE, next_power(x)) for x in (shape.key_dim // 2, shape.value_dim))
+    block = min(64, max(_SMALLEST_SIDE, _MAX_TILE_BYTES // (max(2 * pairs, value_side) * dtype.itemsize)))
     return {
-        "G": shape.group, "M": _PROGRAM_QUERIES, "D": shape.key_dim, "P": pairs, "E": shape.value_dim, "WIDE": wide,
+        "G": shape.group, "M": _PROGRAM_QUERIES, "D": shape.key_dim, "P": pairs, "E": shape.value_dim, "WIDE": value_side,
         "BLOCK": block,
     }  # fmt: skip
 
@@ -121,13 +121,13 @@ class AttentionKernels:
             slots.capacity or 0, tokens, scaling, *((0, 0) if written is None else written.stride()[:2]),
         )  # fmt: skip
         joining = (parted, most, total, scores, out, rows.free if clock is None else clock, attended, parts, tokens)
-        chunks, asked = ceil(group / _PROGRAM_QUERIES), {"ASKED": mass is not None, "PLACE": clock is not None}
+        chunks, options = ceil(group / _PROGRAM_QUERIES), {"ASKED": mass is not None, "PLACE": clock is not None}
         widths = () if written is None else widths_of(rows)
         attend = partial(
             kernels().attend[(size, parts, chunks)], *attending, MODE=rope.mode, LEVEL=rope.level, WIDTHS=widths,
-            num_warps=WARPS[rows.keys.dtype], **asked, **self._sizes,
+            num_warps=WARPS[rows.keys.dtype], **options, **self._sizes,
         )  # fmt: skip
-        join = self.joining(size, attended, *joining, **asked)
+        join = self.joining(size, attended, *joining, **options)
 
         def launch() -> None:
             attend()
@@ -140,11 +140,11 @@ class AttentionKernels:
         if slots.num_slots != self._slots:
             self._rope, self._slots = _Rope.from_slots(slots, self._mode, self._longest), slots.num_slots
 
-    def joining(self, size: int, attended: int, *arguments: Any, **asked: bool) -> Callable[[], None]:
-        """`join`, ready to be launched. size: rows; arguments: its own, in order; asked: ASKED and PLACE."""
-        group, blocks = self._sizes["G"], ceil(attended / BOOKKEEPING_BLOCK) if asked["ASKED"] else 1
+    def joining(self, size: int, attended: int, *arguments: Any, **options: bool) -> Callable[[], None]:
+        """`join`, ready to be launched. size: rows; arguments: its own, in order; options: ASKED and PLACE."""
+        group, blocks = self._sizes["G"], ceil(attended / BOOKKEEPING_BLOCK) if options["ASKED"] else 1
         sized = {"G": group, "E": self._sizes["E"], "WIDE": self._sizes["WIDE"], "CHUNK": _JOINED_PARTS}
-        return partial(kernels().join[(size * group, blocks)], *arguments, **sized, BLOCK=BOOKKEEPING_BLOCK, **asked)
+        return partial(kernels().join[(size * group, blocks)], *arguments, **sized, BLOCK=BOOKKEEPING_BLOCK, **options)
 
 
 def arrays_of(rows: Rows) -> tuple[Tensor, ...]:

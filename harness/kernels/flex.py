@@ -28,9 +28,9 @@ _MAX_SHAPES = 1024  # compiled in one process
 def can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:
     """Whether FlexAttention supports this: on CUDA, whole tiles of queries, equal key and value dims, 16 to 256 of them."""
     tokens, dim = query.shape[3:]
-    plain = terms.softcap is None and terms.sink_logits is None and query.dtype != torch.float64
+    is_standard = terms.softcap is None and terms.sink_logits is None and query.dtype != torch.float64
     fits = dim == values.shape[-1] and _MIN_DIM <= dim <= _MAX_DIM and tokens % TILE == 0
-    return plain and fits and query.device.type in _DEVICES
+    return is_standard and fits and query.device.type in _DEVICES
 
 
 def whole_tiles(keys: int) -> int:
@@ -77,8 +77,8 @@ def _compiled(kind: str) -> Callable[..., Any]:
     request = getattr(module, "AuxRequest", None)  # PyTorch 2.9 and later
     options: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
     # With `fullgraph` PyTorch raises where it would otherwise go on uncompiled.
-    made = module.flex_attention if kind == "cpu" else torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
-    return partial(made, **options)
+    attention = module.flex_attention if kind == "cpu" else torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
+    return partial(attention, **options)
 
 
 @lru_cache(maxsize=16)
@@ -95,7 +95,7 @@ def _block_mask(tokens: int, length: int, before: int, window: int, device: torc
 
     first, reach = (torch.full((), x, dtype=torch.int32, device=device) for x in (before, window))
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
         age = first + query - key
         return (age >= 0) & (age <= reach)
 
@@ -104,7 +104,7 @@ def _block_mask(tokens: int, length: int, before: int, window: int, device: torc
     lowest, highest = before + queries - keys - (TILE - 1), before + queries - keys + (TILE - 1)  # ages in a tile
     whole = (lowest >= 0) & (highest <= window)
     part = (highest >= 0) & (lowest <= window) & ~whole
-    return BlockMask.from_kv_blocks(*_listed(part), *_listed(whole), BLOCK_SIZE=TILE, mask_mod=seen)
+    return BlockMask.from_kv_blocks(*_listed(part), *_listed(whole), BLOCK_SIZE=TILE, mask_mod=is_visible)
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,26 +74,30 @@ class FlexForm(ClosedForm):
         super().__init__(slots, mode, limit, rope_length, band)
         shape = slots.shape
         query = torch.empty(1, 1, 1, TILE, shape.key_dim, dtype=slots.dtype, device=slots.device)
-        self.may_flex = shape.plain and can_be_flex(query, query.new_empty(1, shape.value_dim), Terms(1.0))
+        self.may_flex = shape.plain_softmax and can_be_flex(query, query.new_empty(1, shape.value_dim), Terms(1.0))
 
-    def __call__(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int) -> Tensor:
+    def __call__(
+        self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, tokens_before: int
+    ) -> Tensor:
         """Read a block into one layer. Arguments and result: as of `ClosedForm`."""
         if not can_be_flex(query, values, terms):
-            return super().__call__(rows, query, keys, values, terms, held, seen)
+            return super().__call__(rows, query, keys, values, terms, held, tokens_before)
         terms = terms._replace(sliding_window=None)
         RAN["FlexAttention"] += 1
         if rope.serves(query):
-            return self._by_kernel(rows, query, keys, values, terms, held, seen)
-        return self._read(rows, query, keys, values, terms, held, seen, banded_by_flex)
+            return self._by_kernel(rows, query, keys, values, terms, held, tokens_before)
+        return self._read(rows, query, keys, values, terms, held, tokens_before, banded_by_flex)
 
-    def _by_kernel(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int) -> Tensor:
+    def _by_kernel(
+        self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, tokens_before: int
+    ) -> Tensor:
         """`__call__` by kernels, which write the inputs of FlexAttention and the kept tokens once, from where they are."""
         (query, halves), (keys, _) = rope.pairing(self._rotation, query), rope.pairing(self._rotation, keys)
-        (streams, heads, tokens, dim), (skipped, first) = keys.shape, self._near(seen)
+        (streams, heads, tokens, dim), (skipped, first) = keys.shape, self._near(tokens_before)
         old_keys, old_values = held.keys.unflatten(0, (streams, -1)), held.values.unflatten(0, (streams, -1))
         before = old_keys.shape[2] - skipped
         length = before + tokens
-        old, new = self._near_factors(before, tokens, seen, keys)
+        old, new = self._near_factors(before, tokens, tokens_before, keys)
         near_query = query.new_empty(query.shape)
         near_keys, near_values = (keys.new_empty(streams, heads, whole_tiles(length), dim) for _ in range(2))
         rope.rotate_into(near_query.flatten(1, 2), query.flatten(1, 2), new, halves)
@@ -102,25 +106,25 @@ class FlexForm(ClosedForm):
         near_values[:, :, :before], near_values[:, :, before:length] = old_values[:, :, skipped:], values
         near_keys[:, :, length:], near_values[:, :, length:] = 0, 0
         sinks, sinks_rope = None, None
-        if self._sees_sinks(seen + tokens):
-            sinks, sinks_rope = self._unrotated_sinks(query, keys, values, old_keys, old_values, seen, halves)
+        if self._sees_sinks(tokens_before + tokens):
+            sinks, sinks_rope = self._unrotated_sinks(query, keys, values, old_keys, old_values, tokens_before, halves)
         padding = near_keys.shape[2] - length
         out = banded_by_flex(near_query, near_keys, near_values, self._window, sinks, terms, first, padding, sinks_rope)
-        self._keep_from(rows, held, keys, values, seen + tokens, halves, new if self._keys_rotated else None)
+        self._keep_from(rows, held, keys, values, tokens_before + tokens, halves, new if self._keys_rotated else None)
         return out
 
-    def _near_factors(self, before: int, tokens: int, seen: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _near_factors(self, before: int, tokens: int, tokens_before: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """RoPE of `before` keys held and of the block, at equal distances from each other; None if they need none. [n, P]."""
         if self._rotation is None:
             return None, None
         if self._keys_rotated:
-            at = torch.arange(seen, seen + tokens, device=like.device)
-            return None, self._rotation.factors(at, like.dtype, self._rope_length)
+            positions = torch.arange(tokens_before, tokens_before + tokens, device=like.device)
+            return None, self._rotation.factors(positions, like.dtype, self._rope_length)
         factors = self._rotation.factors(torch.arange(before + tokens, device=like.device), like.dtype, before + tokens)
         return factors[:before], factors[before:]
 
     def _unrotated_sinks(
-        self, query: Tensor, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor, seen: int, halves: int
+        self, query: Tensor, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor, tokens_before: int, halves: int
     ) -> tuple[Sinks, Rope]:
         """Rotated sinks for unrotated queries, and RoPE of these. keys, values: of the block; old: held before."""
         count, tokens = self._sinks, keys.shape[2]
@@ -128,7 +132,7 @@ class FlexForm(ClosedForm):
         first_keys = keys.new_empty(*keys.shape[:2], count, keys.shape[3])
         query_factors, old, new = None, None, None
         if self._rotation is not None:
-            query_factors, factors = self._far_factors(count, tokens, seen, self._rotation, keys)
+            query_factors, factors = self._far_factors(count, tokens, tokens_before, self._rotation, keys)
             old, new = None if self._keys_rotated else factors[: count - missing], factors[count - missing :]
         rope.rotate_into(first_keys[:, :, : count - missing], old_keys[:, :, :count], old)
         rope.rotate_into(first_keys[:, :, count - missing :], keys[:, :, :missing], new, halves)
@@ -155,10 +159,10 @@ class FlexForm(ClosedForm):
         for x, from_held in zip((rows.keys, rows.values), old, strict=True):
             x[:, :old_head], x[:, head : head + stays] = from_held[:, :old_head], from_held[:, old_head:]
         slots = [x.unflatten(0, (streams, -1)) for x in (rows.keys, rows.values)]
-        for at, source in (
+        for target, source in (
             (slice(old_head, head), slice(0, head - old_head)),
             (slice(head + stays, head + tail), slice(tokens - (tail - stays), tokens)),
         ):
-            rope.rotate_into(slots[0][:, :, at], keys[:, :, source], None if factors is None else factors[source], halves)
-            slots[1][:, :, at] = values[:, :, source]
+            rope.rotate_into(slots[0][:, :, target], keys[:, :, source], None if factors is None else factors[source], halves)
+            slots[1][:, :, target] = values[:, :, source]
         rows.hold(self._positions(used, rows))

@@ -162,14 +162,14 @@ class Traced:
     def _reduced(self, build: Build, dim: Any, keepdim: Any) -> Traced:
         return Traced([reduce(build, self._along(dim))], keepdim)
 
-    def __getitem__(self, at: Any) -> Traced:
-        if isinstance(at, tuple) and len(at) == 2 and at[0] is Ellipsis:
-            if at[1] is None and not self.has_axis:
+    def __getitem__(self, index: Any) -> Traced:
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis:
+            if index[1] is None and not self.has_axis:
                 return Traced(self.elements, True)
-            if isinstance(at[1], int) and self.has_axis:
-                return Traced([self.elements[at[1]]])
-            if isinstance(at[1], slice) and self.has_axis:
-                return Traced(self.elements[at[1]], True)
+            if isinstance(index[1], int) and self.has_axis:
+                return Traced([self.elements[index[1]]])
+            if isinstance(index[1], slice) and self.has_axis:
+                return Traced(self.elements[index[1]], True)
         raise NotTraceableError("an index of a tensor other than [..., i] of its last axis")
 
     def __pow__(self, exponent: Any) -> Traced:

@@ -85,8 +85,11 @@ class _View(CacheView):
     """Stands in for the view of a cache."""
 
     def __init__(self, states: dict[Statistic, Any]) -> None:
-        names = ("rank", "position", "step", "layer", "head", "prompt", "num_layers")
-        self.__dict__.update({name: Traced([variable(name)]) for name in names}, states=states)
+        def read(name: str) -> Any:
+            return Traced([variable(name)])
+
+        self.states, self.rank, self.position, self.step = states, read("rank"), read("position"), read("step")
+        self.layer, self.head, self.prompt, self.num_layers = read("layer"), read("head"), read("prompt"), read("num_layers")
 
     @property
     def valid(self) -> Any:
@@ -169,6 +172,6 @@ def traced(policy: Policy, dialect: Dialect = C) -> Formulas:
         raise
     except Exception as error:  # a user's policy may raise anything
         raise NotTraceableError(f"{type(error).__name__}: {error}") from error
-    found = [x.to("float") for x in (importance, *updates)]
-    sources = [x.source(dialect) for x in found]
-    return Formulas(sources[0], tuple(sources[1:]), widths, frozenset().union(*(x.reads for x in found)))
+    results = [x.to("float") for x in (importance, *updates)]
+    sources = [x.source(dialect) for x in results]
+    return Formulas(sources[0], tuple(sources[1:]), widths, frozenset().union(*(x.reads for x in results)))

@@ -47,8 +47,8 @@ def scaled(code, scale, zero, near, DIMS: tl.constexpr, CHANNELS: tl.constexpr, 
     place, there = near[:, None] * (DIMS // CHANNELS) + group, group < DIMS // CHANNELS
     width = tl.load(scale + place, mask=there, other=0.0).to(tl.float32)
     least = tl.load(zero + place, mask=there, other=0.0).to(tl.float32)
-    apart = tl.reshape(code.to(tl.float32), (code.shape[0], GROUPS, code.shape[1] // GROUPS))
-    return tl.reshape(apart * width[:, :, None] + least[:, :, None], code.shape)
+    by_group = tl.reshape(code.to(tl.float32), (code.shape[0], GROUPS, code.shape[1] // GROUPS))
+    return tl.reshape(by_group * width[:, :, None] + least[:, :, None], code.shape)
 
 
 @triton.jit
@@ -93,9 +93,9 @@ def enter_key(
             tl.store(codes + slot * (D // 4) + byte, tl.sum(both << two[None, :] * 4, 1).to(tl.uint8), mask=byte < D // 4)
         else:
             tl.store(codes + slot * (D // 2) + pair, word.to(codes.dtype.element_ty), mask=known)
-        at = slot * (D // CHANNELS) + group
-        tl.store(scale + at, width.to(scale.dtype.element_ty), mask=group < D // CHANNELS)
-        tl.store(zero + at, least.to(zero.dtype.element_ty), mask=group < D // CHANNELS)
+        entry = slot * (D // CHANNELS) + group
+        tl.store(scale + entry, width.to(scale.dtype.element_ty), mask=group < D // CHANNELS)
+        tl.store(zero + entry, least.to(zero.dtype.element_ty), mask=group < D // CHANNELS)
     read_re = tl.where(own, re, re_code.to(tl.float32) * width[:, None] + least[:, None])
     read_im = tl.where(own, im, im_code.to(tl.float32) * width[:, None] + least[:, None])
     if EXEMPT:
@@ -119,9 +119,9 @@ def enter_value(
         shift, byte = tl.arange(0, several)[None, :] * BITS, tl.arange(0, WIDE // several)
         word = tl.sum(tl.reshape(tl.where(e < E, tl.reshape(code, (WIDE,)), 0), (WIDE // several, several)) << shift, 1)
         tl.store(codes + slot * (E // several) + byte, word.to(tl.uint8), mask=byte < E // several)
-        at = slot * (E // CHANNELS) + group
-        tl.store(scale + at, width.to(scale.dtype.element_ty), mask=group < E // CHANNELS)
-        tl.store(zero + at, least.to(zero.dtype.element_ty), mask=group < E // CHANNELS)
+        entry = slot * (E // CHANNELS) + group
+        tl.store(scale + entry, width.to(scale.dtype.element_ty), mask=group < E // CHANNELS)
+        tl.store(zero + entry, least.to(zero.dtype.element_ty), mask=group < E // CHANNELS)
     read = tl.where(own, x, code.to(tl.float32) * width[:, None] + least[:, None])
     if EXEMPT:
         if here & own:
@@ -183,11 +183,11 @@ def read_slots(
     if SINKS + RECENT > 0:
         place = placed(positions, now, SINKS, RECENT)
         if tl.max(place, 0) >= 0:  # most blocks hold none
-            pair, e, beside, lies = tl.arange(0, P)[None, :], tl.arange(0, WIDE)[None, :], (place >= 0)[:, None], place[:, None]
+            pair, e, exempt, lies = tl.arange(0, P)[None, :], tl.arange(0, WIDE)[None, :], (place >= 0)[:, None], place[:, None]
             of_key, of_value = key_exact + lies * D + 2 * pair, value_exact + lies * E + e
-            re = tl.where(beside, tl.load(of_key, mask=beside & (pair < D // 2), other=0.0).to(tl.float32), re)
-            im = tl.where(beside, tl.load(of_key + 1, mask=beside & (pair < D // 2), other=0.0).to(tl.float32), im)
-            x = tl.where(beside, tl.load(of_value, mask=beside & (e < E), other=0.0).to(tl.float32), x)
+            re = tl.where(exempt, tl.load(of_key, mask=exempt & (pair < D // 2), other=0.0).to(tl.float32), re)
+            im = tl.where(exempt, tl.load(of_key + 1, mask=exempt & (pair < D // 2), other=0.0).to(tl.float32), im)
+            x = tl.where(exempt, tl.load(of_value, mask=exempt & (e < E), other=0.0).to(tl.float32), x)
     if MODE > 0 and MODE < 4:
         angle = tl.minimum(ranks, slots - 1)
         if MODE == 2:
@@ -249,9 +249,9 @@ def attend_coded(
     n, split, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     stored: tl.constexpr = key_scale.dtype.element_ty
     row, g, e = n * slots, chunk * M + tl.arange(0, M), tl.arange(0, WIDE)
-    at = tl.load(free + n) - first - row
-    owner = (at >= split * part) & (at < (split + 1) * part)
-    now, angle = tl.load(position + row + at).to(tl.int32), tl.load(rank + row + at).to(tl.int32)
+    slot = tl.load(free + n) - first - row
+    owner = (slot >= split * part) & (slot < (split + 1) * part)
+    now, angle = tl.load(position + row + slot).to(tl.int32), tl.load(rank + row + slot).to(tl.int32)
     key_codes, value_codes = key_codes + row * (D * BITS // (16 if BITS == 8 else 8)), value_codes + row * (E * BITS // 8)
     key_scale, key_zero = key_scale + row * (D // KEY_CHANNELS), key_zero + row * (D // KEY_CHANNELS)
     value_scale, value_zero = value_scale + row * (E // VALUE_CHANNELS), value_zero + row * (E // VALUE_CHANNELS)
@@ -262,7 +262,7 @@ def attend_coded(
     )
     v = tl.load(value + n * E + e, mask=e < E, other=0.0).to(tl.float32)
     k_re, k_im, v = enter_token(
-        k_re, k_im, v, key_codes, key_scale, key_zero, key_exact, value_codes, value_scale, value_zero, value_exact, at, now,
+        k_re, k_im, v, key_codes, key_scale, key_zero, key_exact, value_codes, value_scale, value_zero, value_exact, slot, now,
         owner, D, P, E, WIDE, BITS, KEY_CHANNELS, VALUE_CHANNELS, SINKS, RECENT,
     )  # fmt: skip
     own = tl.sum(re * k_re[None, :] + im * k_im[None, :], 1)  # rotating both changes nothing
@@ -280,15 +280,15 @@ def attend_coded(
             position + row, slots, now, limit, cosine, sine, far_cosine, far_sine, MODE, LEVEL, D, P, E, WIDE, BITS, KEY_CHANNELS,
             VALUE_CHANNELS, SINKS, RECENT,
         )  # fmt: skip
-        held = (ranks < slots) & (s < attended) & (s != at)
+        held = (ranks < slots) & (s < attended) & (s != slot)
         score = tl.where(held[None, :], score, float("-inf"))
         highest, sums, weighted = add_to_softmax(highest, sums, weighted, score, x)
         if ASKED:
-            seen = is_query & (s < attended)[None, :] & (s != at)[None, :]
-            tl.store(scores + g[:, None] * attended + s[None, :], score, mask=seen)
+            visible = is_query & (s < attended)[None, :] & (s != slot)[None, :]
+            tl.store(scores + g[:, None] * attended + s[None, :], score, mask=visible)
     if ASKED:
         if owner:
-            tl.store(scores + g * attended + at, own, mask=g < G)
+            tl.store(scores + g * attended + slot, own, mask=g < G)
     place_of_part = (n * tl.num_programs(1) + split) * G + g
     tl.store(most + place_of_part, highest, mask=g < G)
     tl.store(total + place_of_part, sums, mask=g < G)

@@ -45,24 +45,24 @@ def floor_remainder(a, b):
 
 
 @triton.jit
-def factors(at, cosine, sine, far_cosine, far_sine, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """RoPE's cosine and sine of some angles. at: [M] int32 -> twice [M, P].
+def factors(angle, cosine, sine, far_cosine, far_sine, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """RoPE's cosine and sine of some angles. angle: [M] int32 -> twice [M, P].
 
     LEVEL: rows of the tables `cosine` and `sine`, and the stride of the rows of `far_cosine` and `far_sine`; 0 if the first two
     reach every angle.
     """
     pair = tl.arange(0, P)[None, :]
     known = pair < D // 2
-    row = at
+    row = angle
     if LEVEL > 0:
-        row = at % LEVEL
+        row = angle % LEVEL
     place = row[:, None] * (D // 2) + pair
     if D == 2 * P:
         c, s = tl.load(cosine + place), tl.load(sine + place)
     else:
         c, s = tl.load(cosine + place, mask=known, other=1.0), tl.load(sine + place, mask=known, other=0.0)
     if LEVEL > 0:
-        place = (at // LEVEL)[:, None] * (D // 2) + pair
+        place = (angle // LEVEL)[:, None] * (D // 2) + pair
         far_c, far_s = tl.load(far_cosine + place, mask=known, other=1.0), tl.load(far_sine + place, mask=known, other=0.0)
         c, s = c * far_c - s * far_s, c * far_s + s * far_c
     return c, s
@@ -82,12 +82,12 @@ def unpacked(words, LIKE: tl.constexpr):
 
 @triton.jit
 def place_token(
-    rank, position, states, written, clock, n, row, at, here, capacity, limit, written_row, written_token, MODE: tl.constexpr,
+    rank, position, states, written, clock, n, row, slot, here, capacity, limit, written_row, written_token, MODE: tl.constexpr,
     PLACE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """The new token's step, the angle of its query, and how many tokens of its block came before it.
 
-    If PLACE, it is entered in slot `at`, by one program: `here`.
+    If PLACE, it is entered in `slot`, by one program: `here`.
     """
     t = 0
     if PLACE:
@@ -95,13 +95,13 @@ def place_token(
         t = (now - tl.load(clock + 1)).to(tl.int32)
         angle = tl.minimum(now, capacity)
         if here:
-            tl.store(rank + row + at, angle)
-            tl.store(position + row + at, now)
+            tl.store(rank + row + slot, angle)
+            tl.store(position + row + slot, now)
             for i in tl.static_range(len(WIDTHS)):
                 first = tl.load(written + n * written_row + t * written_token + i)
-                tl.store(states[i] + (row + at) * WIDTHS[i], first)
+                tl.store(states[i] + (row + slot) * WIDTHS[i], first)
     else:
-        now, angle = tl.load(position + row + at), tl.load(rank + row + at)
+        now, angle = tl.load(position + row + slot), tl.load(rank + row + slot)
     if MODE == 2 or MODE == 4:
         angle = now
     elif MODE == 3:
@@ -194,19 +194,19 @@ def attend(
     """
     n, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, g, e = tl.cast(n, tl.int64) * slots, chunk * M + tl.arange(0, M), tl.arange(0, WIDE)
-    at = tl.load(free + n) - first - row
-    owner = (at >= split * part) & (at < (split + 1) * part)
+    slot = tl.load(free + n) - first - row
+    owner = (slot >= split * part) & (slot < (split + 1) * part)
     now, angle, t = place_token(
-        rank, position, states, written, clock, n, row, at, owner & (chunk == 0), capacity, limit, written_row, written_token,
+        rank, position, states, written, clock, n, row, slot, owner & (chunk == 0), capacity, limit, written_row, written_token,
         MODE, PLACE, WIDTHS,
     )  # fmt: skip
     q_re, q_im, own = load_query(
-        query, key, order, keys, g, n, t, row + at, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE,
+        query, key, order, keys, g, n, t, row + slot, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE,
         LEVEL, G, D, P,
     )  # fmt: skip
     v = tl.load(value + (tl.cast(n, tl.int64) * tokens + t) * E + e, mask=e < E, other=0.0)
     if owner:
-        tl.store(values + (row + at) * E + e, v, mask=e < E)
+        tl.store(values + (row + slot) * E + e, v, mask=e < E)
     tl.debug_barrier()
     # No chunk reads the K and V that the slot held, but its rank may still change: owners add the token from the arguments.
     highest, sums = tl.where(owner, own, float("-inf")), tl.where(owner, 1.0, 0.0) + tl.zeros((M,), tl.float32)
@@ -220,16 +220,16 @@ def attend(
             q_re, q_im, words + row * (D // 2), position + row, near, ranks, slots, now, limit, cosine, sine, far_cosine,
             far_sine, MODE, LEVEL, D, P,
         )  # fmt: skip
-        held = (ranks < slots) & (s < attended) & (s != at)
+        held = (ranks < slots) & (s < attended) & (s != slot)
         score = tl.where(held[None, :], score, float("-inf"))
         x = tl.load(values + row * E + near[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
         highest, sums, weighted = add_to_softmax(highest, sums, weighted, score, x)
         if ASKED:
-            seen = (g < G)[:, None] & (s < attended)[None, :] & (s != at)[None, :]
-            tl.store(scores + g[:, None] * attended + s[None, :], score, mask=seen)
+            visible = (g < G)[:, None] & (s < attended)[None, :] & (s != slot)[None, :]
+            tl.store(scores + g[:, None] * attended + s[None, :], score, mask=visible)
     if ASKED:
         if owner:
-            tl.store(scores + g * attended + at, own, mask=g < G)
+            tl.store(scores + g * attended + slot, own, mask=g < G)
     place = (tl.cast(n, tl.int64) * tl.num_programs(1) + split) * G + g
     tl.store(most + place, highest, mask=g < G)
     tl.store(total + place, sums, mask=g < G)
@@ -309,8 +309,8 @@ def release(
     """
     r = tl.program_id(0).to(tl.int64)
     row = r * slots
-    at = tl.load(free + r) - first - row
-    step, count = tl.load(position + row + at), tl.load(rank + row + at).to(tl.int64) + 1
+    newest = tl.load(free + r) - first - row
+    step, count = tl.load(position + row + newest), tl.load(rank + row + newest).to(tl.int64) + 1
     layer = tl.load(layers + r // rows_of_layer)
     head, prompt = r, r
     if HEAD:
@@ -318,8 +318,7 @@ def release(
     if PROMPT:
         prompt = tl.load(prompts + r // heads)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
-    worst = tl.full((BLOCK,), 2**62, tl.int64)
-    where = tl.zeros((BLOCK,), tl.int32)
+    least_rank, least_slot = tl.full((BLOCK,), 2**62, tl.int64), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, attended, BLOCK):
         s = begin + tl.arange(0, BLOCK)
         there = s < attended
@@ -334,13 +333,14 @@ def release(
                 tl.store(states[i] + row * WIDTHS[i] + s * WIDTHS[i], numbers[i], mask=there)
         worth = importance(numbers, ranks, positions, step, layer, head, count, prompt, G, num_layers, seed)
         worth = tl.where((window > 0) & (step - positions >= window - 1), float("-inf"), worth)
-        better = there & ((worth < least) | ((worth == least) & (ranks < worst)))
-        least, worst, where = tl.where(better, worth, least), tl.where(better, ranks, worst), tl.where(better, s, where)
-    slot = at + 1
+        better = there & ((worth < least) | ((worth == least) & (ranks < least_rank)))
+        least, least_rank = tl.where(better, worth, least), tl.where(better, ranks, least_rank)
+        least_slot = tl.where(better, s, least_slot)
+    slot = newest + 1
     if full:
         lowest = least == tl.min(least, 0)
-        oldest = tl.min(tl.where(lowest, worst, 2**62), 0)
-        victim = tl.min(tl.where(lowest & (worst == oldest), where, 2**30), 0)
+        oldest = tl.min(tl.where(lowest, least_rank, 2**62), 0)
+        victim = tl.min(tl.where(lowest & (least_rank == oldest), least_slot, 2**30), 0)
         for begin in range(0, attended, BLOCK):
             s = begin + tl.arange(0, BLOCK)
             ranks = tl.load(rank + row + s, mask=s < attended, other=0)

@@ -24,17 +24,17 @@ def load_pairs(base, t, step, here, HALVES: tl.constexpr, D: tl.constexpr, P: tl
     """
     p = tl.arange(0, P)
     known = here[:, None] & (p < D // 2)[None, :]
-    at = base + t[:, None] * step
+    pointer = base + t[:, None] * step
     if 2 * HALVES == D:
-        re = tl.load(at + p[None, :], mask=known, other=0.0)
-        im = tl.load(at + p[None, :] + HALVES, mask=known, other=0.0)
+        re = tl.load(pointer + p[None, :], mask=known, other=0.0)
+        im = tl.load(pointer + p[None, :] + HALVES, mask=known, other=0.0)
     elif HALVES > 0:
         first = tl.where(p < HALVES, p, 2 * p)
-        re = tl.load(at + first[None, :], mask=known, other=0.0)
-        im = tl.load(at + (first + tl.where(p < HALVES, HALVES, 1))[None, :], mask=known, other=0.0)
+        re = tl.load(pointer + first[None, :], mask=known, other=0.0)
+        im = tl.load(pointer + (first + tl.where(p < HALVES, HALVES, 1))[None, :], mask=known, other=0.0)
     else:
         d = tl.arange(0, 2 * P)
-        x = tl.load(at + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
+        x = tl.load(pointer + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
         re, im = tl.split(tl.reshape(x, (x.shape[0], P, 2)))
     return re.to(tl.float32), im.to(tl.float32)
 
@@ -44,8 +44,8 @@ def turned(re, im, factors, t, here, D: tl.constexpr, P: tl.constexpr):
     """Rotate the vectors of tokens t. re, im: [BLOCK, P]. factors: cos and sin [T, D / 2, 2] float32."""
     p = tl.arange(0, P)
     known = here[:, None] & (p < D // 2)[None, :]
-    at = factors + t[:, None] * D + 2 * p[None, :]
-    c, s = tl.load(at, mask=known, other=1.0), tl.load(at + 1, mask=known, other=0.0)
+    pointer = factors + t[:, None] * D + 2 * p[None, :]
+    c, s = tl.load(pointer, mask=known, other=1.0), tl.load(pointer + 1, mask=known, other=0.0)
     return re * c - im * s, re * s + im * c
 
 
@@ -64,8 +64,8 @@ def rotate(
     re, im = load_pairs(x + n // heads * x_stream + n % heads * x_head, t, x_token, here, HALVES, D, P)
     if ROTATES:
         re, im = turned(re, im, factors, t, here, D, P)
-    at = out + n // heads * out_stream + n % heads * out_head + t[:, None] * out_token + d[None, :]
-    tl.store(at, tl.interleave(re, im).to(out.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
+    pointer = out + n // heads * out_stream + n % heads * out_head + t[:, None] * out_token + d[None, :]
+    tl.store(pointer, tl.interleave(re, im).to(out.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["gap"])

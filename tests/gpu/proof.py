@@ -37,7 +37,7 @@ from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.rotary import rotate
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.kernels import choose, cuda, flex, rope
-from kvbench.harness.kernels.captured import PROCESS, StepGraphs
+from kvbench.harness.kernels.captured import PROCESS, CapturedSteps
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.h2o import H2O
@@ -138,7 +138,7 @@ def step(dtype: torch.dtype, method: Method) -> Errors:
             raise ValueError(trial.refused or f"steps are not replayed: {trial.eager_because}")
         return check.max_error, 1.0
     fast, plain = (CachedDecoder(model, config, 1, x) for x in (method, PLAIN_WALK))
-    fast.graphs = StepGraphs(lambda step, tokens: step, 2) if fast.graphs is None else fast.graphs.fresh(after=2)
+    fast.graphs = CapturedSteps(lambda step, tokens: step, 2) if fast.graphs is None else fast.graphs.fresh(after=2)
     tokens = torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     ours, theirs = (torch.cat([x(block) for block in tokens.split([50, *[1] * 10], 1)][1:], 1) for x in (fast, plain))
     if fast.graphs.refused or not fast.graphs.replayed:
