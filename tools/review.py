@@ -27,6 +27,7 @@ from kvbench.harness.records.rules import PART_NATS
 from kvbench.harness.report import gate, gate_times, verify
 from kvbench.harness.report.compare import MARGINS, differences
 from kvbench.harness.report.sources import open_folder
+from kvbench.harness.report.task import OF_MACHINE
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import cell_from_spec, load, shipped_suites, with_references
 
@@ -87,7 +88,8 @@ def problems(path: Path, record: Record) -> Iterator[str]:
 def is_repeatable(record: Record) -> bool:
     """Return whether the cell has a built-in model, and figures that do not depend on the machine."""
     task = plugins.known_task(record.cell.task.name)
-    return record.status == "ok" and record.cell.model.id.startswith(BUILTIN) and task is not None and not task.of_device
+    of_machine = task is None or task.measures in OF_MACHINE
+    return record.status == "ok" and record.cell.model.id.startswith(BUILTIN) and not of_machine
 
 
 def repeat(path: Path, record: Record, data: str | None, scratch: Path) -> list[str]:

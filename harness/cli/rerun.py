@@ -90,5 +90,5 @@ def with_groups(ids: Collection[str], cells: Sequence[Cell]) -> list[Cell]:
     """The cells with these ids, and those that are measured side by side with one of them."""
     from kvbench.harness.core import plugins
 
-    groups = {(c.model, c.task, c.seed) for c in cells if c.id in ids and plugins.task_class(c.task.name).together}
+    groups = {(c.model, c.task, c.seed) for c in cells if c.id in ids and plugins.task_class(c.task.name).measures == "time"}
     return [c for c in cells if c.id in ids or (c.model, c.task, c.seed) in groups]

@@ -81,6 +81,29 @@ def load(
     return hf.eval().to(on), tokenizer  # type: ignore[arg-type]  # transformers' stubs
 
 
+class LazyTokenizer:
+    """Loads the tokenizer of the model in a directory when it is called first.
+
+    Attributes:
+        directory: of the model's files.
+        loaded: the tokenizer; None as long as nobody called.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.loaded: PreTrainedTokenizerBase | None = None
+
+    def __call__(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer.
+
+        Raises:
+            UserError: there is none, or it can't map tokens to bytes.
+        """
+        if self.loaded is None:
+            self.loaded = load_tokenizer(self.directory)
+        return self.loaded
+
+
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer.
 

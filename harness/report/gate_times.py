@@ -124,7 +124,7 @@ def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
     if pair.base.measured(StepMetrics):
         yield _latency(pair, bands.get(pair.base.cell_id))
         yield from _prompt(pair)
-    if task_of(pair.base).speed_counts:
+    if task_of(pair.base).measures == "quality":
         yield _evaluation(pair)
     base, now = pair.base.measured(PeakMetrics), pair.now.measured(PeakMetrics)
     if base is not None and now is not None:

@@ -18,6 +18,8 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
 
 Verdict = Literal["better", "worse", "same", "can't tell"]
+Measures = Literal["quality", "time", "memory", "attention"]
+OF_MACHINE = ("time", "memory")  # figures that depend on device and threads, which join the record's key
 Traces = tuple[TraceFile | None, TraceFile | None]  # of two records, where available
 
 
@@ -121,7 +123,10 @@ class TaskReport:
         named_by: options that `bench compare` adds to the names of its cells.
         shown_options: options on the sortable page; all if None.
         never_pooled_over: options whose values keep right answers apart: they are not added up.
-        speed_counts: the gate compares the speed of its evaluation.
+        measures: decides how cells run. Figures of "quality" depend on no machine. Cells of one model that measure "time" are
+            interleaved and finish together. On a CPU, each cell that measures "memory" has a process of its own. A task that
+            measures "attention" looks inside the model, which the decode loop need not be able to drive. The gate compares the
+            speed of an evaluation of quality alone.
     """
 
     options: ClassVar[type[Options]]
@@ -133,7 +138,7 @@ class TaskReport:
     named_by: ClassVar[tuple[str, ...]] = ()
     shown_options: ClassVar[tuple[str, ...] | None] = None
     never_pooled_over: ClassVar[tuple[str, ...]] = ()
-    speed_counts: ClassVar[bool] = True
+    measures: ClassVar[Measures] = "quality"
 
     @classmethod
     def check_figures(cls, options: Any, metrics: Any) -> None:

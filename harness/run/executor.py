@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from kvbench.harness.records import Record, RecordStore, digest
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.report.task import OF_MACHINE
 from kvbench.harness.run.keep_map import FinishedMap, KeepMapWriter
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell
@@ -23,14 +24,14 @@ def groups(prepared: Sequence[Prepared]) -> list[Group]:
     by_key: dict[str, list[Prepared]] = {}
     for item in prepared:
         cell = item.cell
-        alone = "" if item.task.together else cell.id
+        alone = "" if item.task.measures == "time" else cell.id
         by_key.setdefault(digest([cell.model.model_dump(), cell.task.model_dump(), cell.seed, alone]), []).append(item)
     return list(by_key.values())
 
 
 def needs_machine(group: Group) -> bool:
     """Whether nothing else may run on the machine meanwhile: its figures are times or memory."""
-    return group[0].task.of_device or group[0].task.apart
+    return group[0].task.measures in OF_MACHINE
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from kvbench.harness.models.hub import is_random
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.report.task import OF_MACHINE
 from kvbench.harness.run import child
 from kvbench.harness.run.executor import Done, Group, Outcome, RunWatcher, trace_suffix
 from kvbench.harness.run.keep_map import KeepMapWriter, open_map
@@ -86,7 +87,7 @@ class Machine:
             _check_result(attempt)
             seconds, result = time.perf_counter() - started, attempt.result
             read = result.tokens_read or attempt.item.data.tokens if isinstance(result, Metrics) else None
-            tokens = None if attempt.item.task.together else read
+            tokens = None if attempt.item.task.measures == "time" else read
             attempt.facts.update(machine_facts(options.device, seconds, None if read is None else task_seconds, tokens))
             done(attempt.item, attempt.outcome())
             attempt.finished = True
@@ -126,7 +127,7 @@ class Machine:
 
 def _plainly(item: Prepared, options: RunOptions) -> bool:
     """Whether a cell is measured in plain PyTorch, in a process of its own."""
-    return item.task.apart and options.device.type == "cpu"
+    return item.task.measures == "memory" and options.device.type == "cpu"
 
 
 class _LastModel:
@@ -145,7 +146,7 @@ class _LastModel:
             MemoryError: it does not fit.
         """
         spec = item.cell.model
-        if self._model is None or self._spec != spec or not (item.task.watches or self._model.layers):
+        if self._model is None or self._spec != spec or not (item.task.measures == "attention" or self._model.layers):
             self.drop()
             self._model = item.task.load_model(
                 item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
@@ -169,7 +170,7 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
     free = sum(map(free_bytes, model.devices))
     for cell in cells:
         task, work = plugins.task_class(cell.task.name), cell.workload
-        if task.of_device:
+        if task.measures in OF_MACHINE:
             continue
         if not model.layers:  # it is only watched
             if cell.policy.evicts:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
@@ -20,12 +18,13 @@ from kvbench.harness.models.config import read_config
 from kvbench.harness.models.gguf_header import gguf_origin
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.layers import devices_for_layers
-from kvbench.harness.models.load import load_tokenizer, tokenizer_differs
+from kvbench.harness.models.load import LazyTokenizer, tokenizer_differs
 from kvbench.harness.models.shape import shape_of
 from kvbench.harness.records import NUMERICS_VERSION, Record, digest
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data as DataFacts
 from kvbench.harness.records.types import BadRecordError
+from kvbench.harness.report.task import OF_MACHINE
 from kvbench.harness.rules.rules import refuse_if_broken
 from kvbench.harness.run.estimate import kv_bytes
 from kvbench.harness.suite import Cell
@@ -85,22 +84,17 @@ def prepare(
     differs: dict[ModelSpec, str | None] = {}
     prepared, keys = [], dict[str, str]()
 
-    def read_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-        tokenizer = load_tokenizer(directories[spec])
-        differs[spec] = tokenizer_differs(tokenizer, directories[spec])
-        return tokenizer
-
     for cell in cells:
         directory, data_key = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
         task: type[Task] = plugins.task_class(cell.task.name)
         if data_key not in known_data:
-            reader = task.data_reader(cell.task)
-            load: Any = partial(read_tokenizer, cell.model) if reader is None else partial(reader, directory)
-            known_data[data_key] = task.data(cell.task, load, data)
+            tokenizer = LazyTokenizer(directory)
+            known_data[data_key] = task.data(cell.task, tokenizer, data)
+            differs |= {} if tokenizer.loaded is None else {cell.model: tokenizer_differs(tokenizer.loaded, directory)}
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
-        machine = [there.device, there.threads] if task.of_device else []
+        machine = [there.device, there.threads] if task.measures in OF_MACHINE else []
         reference = [] if cell.reference is None else [keys[cell.reference.id]]
         facts_of_data = _data_facts(task, tokens)
         version = [] if facts_of_data.task_version is None else [facts_of_data.task_version]
@@ -174,7 +168,7 @@ def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool)
     """
     for cell in cells:
         task, spec = plugins.task_class(cell.task.name), cell.model
-        if spec.devices > 1 and task.watches:
+        if spec.devices > 1 and task.measures == "attention":
             raise UserError(f"{cell.label}: task {cell.task.name} looks inside the model, which must be on one device for that")
         if spec.parallel == "layers" and not elsewhere:
             devices_for_layers(device, spec.devices)

@@ -20,6 +20,7 @@ from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
+from kvbench.harness.report.task import OF_MACHINE
 from kvbench.harness.tasks.task import Task
 from kvbench.policies import Composed, Policy
 
@@ -60,11 +61,11 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
     check = FastCheck(TOKEN_BY_TOKEN, way, way, 0.0)
     if config.policy.caches:
         by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
-        check = by_walk if walk else remembered_check(model, config, work.side_by_side, task.times_steps)
+        check = by_walk if walk else remembered_check(model, config, work.side_by_side, task.measures == "time")
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})
-    is_fast = check.blocks in _FAST and not task.of_device
+    is_fast = check.blocks in _FAST and task.measures not in OF_MACHINE
     streams = 1 if work.block_of_all else work.side_by_side
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})
@@ -72,7 +73,7 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
     budgets = _kind_of_budgets(model, config)
     facts.update({"budgets": budgets} if budgets else {})
     slow = ""
-    if check.blocks == "walk" and not walk and not task.of_device:
+    if check.blocks == "walk" and not walk and task.measures not in OF_MACHINE:
         speed = _walk_speed(model, config, check.method, streams)
         slow = f"plain walk, about {speed:,.0f} tokens/s ({check.refused or check.plain_because})"
     return Reading(check.method, block, facts, slow)

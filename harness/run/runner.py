@@ -99,7 +99,7 @@ class _Book:
         for item in group:
             self.store.stamp(item.record, datetime.datetime.now(datetime.UTC))
         label = self._names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
-        total = 0 if group[0].task.together else group[0].data.tokens
+        total = 0 if group[0].task.measures == "time" else group[0].data.tokens
         self.watcher.begin(label, len(self.records) + 1, len(self._names), total, worker)
 
     def references(self, group: Group) -> list[Record | None]:

@@ -7,16 +7,14 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.hub import model_directory, weights_digest
-from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.models.load import LazyTokenizer
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.run.executor import Outcome, RunWatcher
 from kvbench.harness.run.machine import Machine
@@ -99,8 +97,7 @@ class Worker:
         """
         wanted = item.data.ids_sha256
         if wanted not in self._data:
-            load: Any = item.task.data_reader(item.cell.task) or load_tokenizer
-            data: Data = item.task.data(item.cell.task, partial(load, directory), self._order.options.data)
+            data: Data = item.task.data(item.cell.task, LazyTokenizer(directory), self._order.options.data)
             if data.ids_sha256 != wanted:
                 raise UserError(f"task {item.cell.task.name}: its data differ from those of the process that started the run")
             if len(self._data) == _DATA_KEPT:

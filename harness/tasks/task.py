@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbench.harness.core.workload import Workload
 from kvbench.harness.records import Record
@@ -34,9 +34,18 @@ __all__ = [
     "Workload",
 ]
 
-Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loads the tokenizer
-
 MAX_TOKENS = 10**9  # a stream that takes days to read
+
+
+class Tokenizer(Protocol):
+    """Function that loads the tokenizer of a cell's model."""
+
+    @property
+    def directory(self) -> Path:
+        """The model's files, for a task that reads other data than text."""
+
+    def __call__(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer."""
 
 
 class Data(Protocol):
@@ -102,12 +111,6 @@ class Task(TaskReport, ABC):
     A task's module imports torch, transformers and the engine inside functions only, because pages are rendered without them.
     """
 
-    of_device: ClassVar[bool] = False  # figures depend on the device and the number of threads: both join the record's key
-    times_steps: ClassVar[bool] = False  # figures are times of single tokens, so it pays to compile the step of a model
-    together: ClassVar[bool] = False  # cells of one model and the same options are measured interleaved, and finish together
-    apart: ClassVar[bool] = False  # on a CPU, each cell runs in its own process
-    watches: ClassVar[bool] = False  # looks inside the model; it may do with one that the loop can't drive, which has no layers
-
     @staticmethod
     @abstractmethod
     def data(options: Any, tokenizer: Tokenizer, directory: Path | None) -> Data:
@@ -121,11 +124,6 @@ class Task(TaskReport, ABC):
     @abstractmethod
     def workload(cls, options: Any) -> Workload:
         """Sizes of the work of a cell with these options."""
-
-    @classmethod
-    def data_reader(cls, options: Any) -> Callable[[Path], Any] | None:
-        """Function of the model's directory that `data` gets in place of the one that loads its tokenizer; None for that one."""
-        return None
 
     @classmethod
     def load_model(cls, directory: Path, *args: Any, **kwargs: Any) -> Model:

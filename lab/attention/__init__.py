@@ -20,7 +20,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import digits, md, number, percent, short_titles, table
 from kvbench.harness.tasks import attention
 from kvbench.harness.tasks.attention import LINE, X_LAYER, Panel, layers_chart, policy_colour
-from kvbench.harness.tasks.task import Job, Options, Workload
+from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 from kvbench.lab.attention.figures import OUTLIER_TIMES_MEDIAN, figures
 from kvbench.lab.attention.schema import AttentionMetrics, AttentionOptions, Patches
 
@@ -45,22 +45,13 @@ class AttentionTask(attention.AttentionTask):
     explanation: ClassVar[str] = "Attention lost is what full attention would have given to tokens that were evicted before. "
 
     @staticmethod
-    def data(options: AttentionOptions, tokenizer: Any, directory: Path | None) -> Samples | ImageSamples:
+    def data(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples | ImageSamples:
         """Pieces of books or of generated prose, or images."""
         if options.reads_images:
-            from kvbench.lab.attention.vision import image_samples
+            from kvbench.lab.attention.vision import image_samples, load_image_reader
 
-            return image_samples(options, tokenizer, directory)
+            return image_samples(options, load_image_reader(tokenizer.directory), directory)
         return attention.AttentionTask.data(options.of_text(), tokenizer, directory)  # type: ignore[no-any-return]
-
-    @classmethod
-    def data_reader(cls, options: AttentionOptions) -> Callable[[Path], Any] | None:
-        """Load the model's image reader in place of its tokenizer, if the samples are images."""
-        if not options.reads_images:
-            return None
-        from kvbench.lab.attention.vision import load_image_reader
-
-        return load_image_reader
 
     @classmethod
     def workload(cls, options: AttentionOptions) -> Workload:

@@ -9,7 +9,7 @@ Axis letters: B images, T tokens, E hidden size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -157,16 +157,16 @@ class ImageSamples:
         return self.layout.name(position)
 
 
-def image_samples(options: AttentionOptions, reader: Callable[[], ImageReader], directory: Path | None) -> ImageSamples:
+def image_samples(options: AttentionOptions, reader: ImageReader, directory: Path | None) -> ImageSamples:
     """The first images of the data.
 
     Raises:
         UserError: the model reads no images, or there are too few.
     """
-    loaded, images = reader(), _images(options, directory)
+    images = _images(options, directory)
     if images.count is not None and images.count < options.samples:
         raise UserError(f"{images.source}: has {images.count:,} images, not the {options.samples:,} asked for; set samples lower")
-    return ImageSamples(images, loaded, options.samples, loaded.layout(loaded.pixels([images.load(0)])))
+    return ImageSamples(images, reader, options.samples, reader.layout(reader.pixels([images.load(0)])))
 
 
 def _images(options: AttentionOptions, directory: Path | None) -> Images:

@@ -19,6 +19,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, number, percent, short_titles, status, table, task_line
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.task import Measures
 from kvbench.harness.tasks.attention.figures import figures
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Workload
@@ -41,8 +42,7 @@ class AttentionTask(Task):
     trace: ClassVar[str | None] = logit_maps.SUFFIX
     named_by: ClassVar[tuple[str, ...]] = ("data", "tokens")
     shown_options: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
-    speed_counts: ClassVar[bool] = False
-    watches: ClassVar[bool] = True
+    measures: ClassVar[Measures] = "attention"
     shown_figures: ClassVar[dict[str, Callable[[Any], str]]] = {
         "sink heads": lambda m: percent(m.sink_heads, m.sink_heads_interval),
         "first token": lambda m: percent(m.first, m.first_interval),

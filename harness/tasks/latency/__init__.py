@@ -26,7 +26,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
 from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, label, md, status, table
 from kvbench.harness.report.sections import by_machine
-from kvbench.harness.report.task import Difference, Traces
+from kvbench.harness.report.task import Difference, Measures, Traces
 from kvbench.harness.report.task_charts import over_capacity
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
@@ -147,10 +147,7 @@ class Latency(Task):
     metrics: ClassVar[type[Metrics]] = LatencyMetrics
     trace: ClassVar[str | None] = ".steps.npy"
     shown_options: ClassVar[tuple[str, ...] | None] = ("tokens", "batch", "prompt")
-    speed_counts: ClassVar[bool] = False
-    of_device: ClassVar[bool] = True
-    times_steps: ClassVar[bool] = True
-    together: ClassVar[bool] = True
+    measures: ClassVar[Measures] = "time"
 
     @staticmethod
     def data(options: LatencyOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:

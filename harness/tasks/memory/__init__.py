@@ -18,7 +18,7 @@ from kvbench.harness.records.rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
-from kvbench.harness.report.task import Difference, Traces
+from kvbench.harness.report.task import Difference, Measures, Traces
 from kvbench.harness.report.verify import kv_bytes
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
@@ -56,9 +56,7 @@ class Memory(Task):
     options: ClassVar[type[Options]] = MemoryOptions
     metrics: ClassVar[type[Metrics]] = MemoryMetrics
     shown_options: ClassVar[tuple[str, ...] | None] = ("tokens", "batch")
-    speed_counts: ClassVar[bool] = False
-    of_device: ClassVar[bool] = True
-    apart: ClassVar[bool] = True
+    measures: ClassVar[Measures] = "memory"
 
     @staticmethod
     def data(options: MemoryOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:
