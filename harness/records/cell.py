@@ -21,12 +21,23 @@ class Options(BaseModel):
 
     Attributes:
         not_recorded: options that decide how a cell is read and no figure, so that they are not part of the cell.
+        shown: options beside the task's name on the sortable page and in comparisons; all if None.
+        axes: options that vary within one section of a page.
+        never_pooled_over: options whose values keep right answers apart: they are not added up.
     """
 
     not_recorded: ClassVar[frozenset[str]] = frozenset()
+    shown: ClassVar[tuple[str, ...] | None] = None
+    axes: ClassVar[tuple[str, ...]] = ()
+    never_pooled_over: ClassVar[tuple[str, ...]] = ()
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
+
+    @property
+    def heading(self) -> str:
+        """Heading of a section of a page."""
+        return self.name
 
 
 @cache

@@ -20,7 +20,6 @@ from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model
 from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.sections import by_machine
-from kvbench.harness.report.task import task_of
 
 _MAX_NAMES = 3  # in a line, before "and 4 more"
 _MAX_TEXTS = 4  # in one table, a column each
@@ -149,8 +148,8 @@ def _text_or_prompt(record: Record) -> str:
     """Its text or way to prompt: records that differ in it never share a column. Empty if the task has neither."""
     if record.measures(NllMetrics):
         return question(record)
-    options, names = record.cell.options, task_of(record).never_pooled_over
-    return " ".join(str(options[name]) for name in names if name in options)
+    options = record.cell.options
+    return " ".join(str(options[name]) for name in record.cell.task.never_pooled_over if name in options)
 
 
 def _table(records: Sequence[Record], subject: str, positions: str, machine: str) -> Table:

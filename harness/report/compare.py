@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.report.markdown import digits, md, model_name, table, title
+from kvbench.harness.report.markdown import digits, md, model_name, table, task_name, title
 from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace
@@ -269,8 +269,7 @@ def cell_name(a: Record, b: Record) -> str:
 def _named(record: Record) -> tuple[str, str]:
     cell = record.cell
     capacity = f" at {cell.capacity}" if cell.capacity is not None else ""
-    options = [f"{k} {cell.options[k]}" for k in task_of(record).named_by if k in cell.options]
-    return f"{cell.suite}: {model_name(record)}, {' '.join([cell.task.name, *options])}", f"{title(record)}{capacity}"
+    return f"{cell.suite}: {model_name(record)}, {task_name(record)}", f"{title(record)}{capacity}"
 
 
 def _plain(value: float | None) -> str:

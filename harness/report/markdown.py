@@ -16,6 +16,13 @@ def model_name(record: Record) -> str:
     return visible(record.cell.model.id + (f" (weights dequantised from {quantised})" if quantised else ""))
 
 
+def task_name(record: Record) -> str:
+    """The task with the options that it shows."""
+    cell = record.cell
+    names = cell.options if cell.task.shown is None else cell.task.shown
+    return " ".join([cell.task.name, *(f"{k} {cell.options[k]}" for k in names if k in cell.options and k != "name")])
+
+
 def title(record: Record) -> str:
     """The policy with its parameters, and evict, kv, positions, limit and seed unless default."""
     cell = record.cell

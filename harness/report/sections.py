@@ -102,7 +102,7 @@ def headline(record: Record) -> str:
 
 def section_key(record: Record) -> str:
     """Groups records into sections: all that they share except the task's axes."""
-    axes = task_of(record).axes
+    axes = record.cell.task.axes
     if not axes:
         return question(record)
     cell = record.cell.as_json()
@@ -132,9 +132,9 @@ def unasked(records: Iterable[Record], asked: Collection[tuple[str, int]]) -> li
 def _table(records: Iterable[Record]) -> list[str | Chart]:
     """The table of records of one section, with its heading."""
     rows = sorted(records, key=order)
-    cell, task = rows[0].cell, task_of(rows[0])
+    cell = rows[0].cell
     of_what = f"{md(cell.suite)} v{md(cell.suite_version)}: {md(model_name(rows[0]))}, {md(cell.model.dtype)}.\n"
-    return [f"## {md(task.heading(rows[0]))}\n", of_what, *task.body(rows)]
+    return [f"## {md(cell.task.heading)}\n", of_what, *task_of(rows[0]).body(rows)]
 
 
 def _suite(record: Record) -> tuple[str, int]:

@@ -119,10 +119,6 @@ class TaskReport:
         data_facts: facts that its records keep about what was read.
         trace: suffix of its file of per-token, per-question or per-step figures; None if it writes none.
         columns: figures in its table; all plain numbers if empty.
-        axes: options that vary within one section of the page.
-        named_by: options that `bench compare` adds to the names of its cells.
-        shown_options: options on the sortable page; all if None.
-        never_pooled_over: options whose values keep right answers apart: they are not added up.
         measures: decides how cells run. Figures of "quality" depend on no machine. Cells of one model that measure "time" are
             interleaved and finish together. On a CPU, each cell that measures "memory" has a process of its own. A task that
             measures "attention" looks inside the model, which the decode loop need not be able to drive. The gate compares the
@@ -134,10 +130,6 @@ class TaskReport:
     data_facts: ClassVar[type[Data]] = Data
     trace: ClassVar[str | None] = None
     columns: ClassVar[tuple[str, ...]] = ()
-    axes: ClassVar[tuple[str, ...]] = ()
-    named_by: ClassVar[tuple[str, ...]] = ()
-    shown_options: ClassVar[tuple[str, ...] | None] = None
-    never_pooled_over: ClassVar[tuple[str, ...]] = ()
     measures: ClassVar[Measures] = "quality"
 
     @classmethod
@@ -177,11 +169,6 @@ class TaskReport:
     def headline(cls, record: Record) -> str:
         """The main figure of a finished cell, in words."""
         return _headline(record, cls.columns)
-
-    @classmethod
-    def heading(cls, record: Record) -> str:
-        """The heading of a section of the page."""
-        return record.cell.task.name
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 class ArcStreamOptions(Options):
     """Options of the ARC stream."""
 
+    shown: ClassVar[tuple[str, ...] | None] = ("split", "subset")
+    axes: ClassVar[tuple[str, ...]] = ("subset",)
+
     name: Literal["arc_stream"] = "arc_stream"
     subset: Literal["ARC-Easy", "ARC-Challenge"] = Field("ARC-Easy", description="set of questions")
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
@@ -43,9 +46,6 @@ class ArcStream(AnsweringTask):
     """Accuracy of multiple-choice questions that come as one endless stream."""
 
     options: ClassVar[type[Options]] = ArcStreamOptions
-    axes: ClassVar[tuple[str, ...]] = ("subset",)
-    named_by: ClassVar[tuple[str, ...]] = ("subset",)
-    shown_options: ClassVar[tuple[str, ...] | None] = ("split", "subset")
 
     @staticmethod
     def data(options: ArcStreamOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:

@@ -45,6 +45,8 @@ Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 class DivergenceOptions(SampleOptions):
     """Options of the divergence task."""
 
+    shown: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
+
     name: Literal["divergence"] = "divergence"
     samples: int = Field(128, ge=1, le=100_000, description="pieces of the text that are read, one after the other")
     tokens: int = Field(
@@ -131,8 +133,6 @@ class Divergence(Task):
     options: ClassVar[type[Options]] = DivergenceOptions
     metrics: ClassVar[type[Metrics]] = DivergenceMetrics
     trace: ClassVar[str | None] = ".divergence.npy"
-    named_by: ClassVar[tuple[str, ...]] = ("data", "tokens")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
 
     @staticmethod
     def data(options: DivergenceOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:

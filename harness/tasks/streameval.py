@@ -34,6 +34,9 @@ _MAX_LINES = 10**6  # of all streams, generated in memory
 class StreamEvalOptions(Options):
     """Options of the StreamEval task."""
 
+    shown: ClassVar[tuple[str, ...] | None] = ("distance", "streams")
+    axes: ClassVar[tuple[str, ...]] = ("distance",)
+
     name: Literal["streameval"] = "streameval"
     lines: int = Field(1000, ge=1, description="record lines per stream")
     query_every: int = Field(10, ge=1, description="lines between questions")
@@ -65,9 +68,6 @@ class StreamEval(AnsweringTask):
     """Accuracy of answers about an earlier line of an endless record."""
 
     options: ClassVar[type[Options]] = StreamEvalOptions
-    axes: ClassVar[tuple[str, ...]] = ("distance",)
-    named_by: ClassVar[tuple[str, ...]] = ("distance",)
-    shown_options: ClassVar[tuple[str, ...] | None] = ("distance", "streams")
 
     @staticmethod
     def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:

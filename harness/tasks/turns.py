@@ -70,6 +70,9 @@ STYLES: dict[str, Style] = {
 class TurnsOptions(Options):
     """Options of the task `turns`; those from `system` to `data_seed` are of generated conversations."""
 
+    shown: ClassVar[tuple[str, ...] | None] = ("data", "mode", "turns", "streams")
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("mode",)
+
     name: Literal["turns"] = "turns"
     data: Literal["keys", "words", "scbench"] = Field(
         "keys", description="generated, for builtin:recall (keys) or a model of `bench pretrain machine` (words); or SCBench's"
@@ -91,6 +94,11 @@ class TurnsOptions(Options):
     corrections: float = Field(0.5, ge=0, le=1, description="share of these that correct an earlier fact")
     filler: int = Field(4, ge=0, description="facts that a turn tells after those, and nobody asks about")
     data_seed: int = Field(0, ge=0, description="seed of names, values and questions")
+
+    @property
+    def heading(self) -> str:
+        """Includes the mode: right answers in turns and to requests never share a table."""
+        return f"Conversations, asked in {self.mode}"
 
     @property
     def names(self) -> int:
@@ -185,9 +193,6 @@ class Turns(AnsweringTask):
     """Right answers in conversations, by kind of question and by turn."""
 
     options: ClassVar[type[Options]] = TurnsOptions
-    named_by: ClassVar[tuple[str, ...]] = ("mode",)
-    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "mode", "turns", "streams")
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("mode",)
 
     @staticmethod
     def data(options: TurnsOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
@@ -223,11 +228,6 @@ class Turns(AnsweringTask):
         context = "none" if options.mode == "requests" else options.context
         parse = str if options.data == "scbench" else said
         return answer_questions(job, context, parse, partial(cls.is_right, options))
-
-    @classmethod
-    def heading(cls, record: Record) -> str:
-        """Includes the mode: right answers in turns and to requests never share a table."""
-        return f"Conversations, asked in {record.cell.task_options(TurnsOptions).mode}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

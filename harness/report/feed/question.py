@@ -19,7 +19,7 @@ from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, past
 from kvbench.harness.report.ranks import Change, Comparison, Pair, Rank, answer_comparison, corrected, nll_comparison, ranks
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
-from kvbench.harness.report.task import Verdict, judge_interval, task_of
+from kvbench.harness.report.task import Verdict, judge_interval
 from kvbench.harness.report.verify import CACHELESS
 
 CONTROL = "random"  # a policy that does no better gains nothing from choosing its tokens
@@ -290,6 +290,6 @@ def poolable(records: Sequence[Record]) -> list[Record]:
     variants: dict[str, set[str]] = {}
     for record in records:
         options = record.cell.options
-        key = repr([options.get(name) for name in task_of(record).never_pooled_over])
+        key = repr([options.get(name) for name in record.cell.task.never_pooled_over])
         variants.setdefault(record.cell.task.name, set()).add(key)
     return [r for r in records if len(variants[r.cell.task.name]) == 1]

@@ -19,11 +19,10 @@ from kvbench.harness.report.compare import round_ratios
 from kvbench.harness.report.doubts import faults
 from kvbench.harness.report.feed.question import CONTROL, Loss, Question, is_reference, loss
 from kvbench.harness.report.feed.words import origin, task
-from kvbench.harness.report.markdown import title
+from kvbench.harness.report.markdown import task_name, title
 from kvbench.harness.report.ranks import Rank
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
-from kvbench.harness.report.task import task_of
 from kvbench.harness.report.verify import kv_bytes
 
 _FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # of texts that a command needs
@@ -155,15 +154,14 @@ def _status(question: Question, row: Row) -> str:
 
 def cell_json(record: Record) -> dict[str, Any]:
     """A measured cell: its main figure, and the command that measures it again."""
-    cell, shown = record.cell, task_of(record).shown_options
+    cell = record.cell
     folder = _FOLDERS.get(cell.options.get("data", ""))
     texts = "" if folder is None else f" --data {folder}"
     local = "" if re.search("[/:]", cell.model.id) or cell.model.id in PACKAGED else " --model FOLDER"
-    options = [f"{k} {cell.options[k]}" for k in (cell.options if shown is None else shown) if k in cell.options and k != "name"]
     failed = "" if record.status == "ok" else record.error.kind if record.error else "failed"
     return {
         "cell": record.cell_id[:12], "suite": cell.suite, "suite_version": cell.suite_version, "model": cell.model.id,
-        "policy": title(record), "capacity": cell.capacity, "task": " ".join([cell.task.name, *options]),
+        "policy": title(record), "capacity": cell.capacity, "task": task_name(record),
         "figure": sections.headline(record), "status": failed or "; ".join(record.metrics.flags) or "ok",
         "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{texts}{local}",
         "provenance": _digest(provenance_json(record)),

@@ -40,8 +40,6 @@ class AttentionTask(Task):
     options: ClassVar[type[Options]] = AttentionOptions
     metrics: ClassVar[type[Metrics]] = AttentionMetrics
     trace: ClassVar[str | None] = logit_maps.SUFFIX
-    named_by: ClassVar[tuple[str, ...]] = ("data", "tokens")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
     measures: ClassVar[Measures] = "attention"
     shown_figures: ClassVar[dict[str, Callable[[Any], str]]] = {
         "sink heads": lambda m: percent(m.sink_heads, m.sink_heads_interval),

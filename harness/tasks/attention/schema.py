@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 class AttentionOptions(SampleOptions):
     """Options of the attention task."""
+
+    shown: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
 
     name: Literal["attention"] = "attention"
     epsilon: float = Field(0.3, gt=0, lt=1, description="attention that makes a token a head's sink")

@@ -46,6 +46,8 @@ _IF_BOUNDED = Checked(where="bounded")
 class LatencyOptions(Options):
     """Options of the latency task."""
 
+    shown: ClassVar[tuple[str, ...] | None] = ("tokens", "batch", "prompt")
+
     name: Literal["latency"] = "latency"
     tokens: int = Field(4096, ge=2, le=MAX_TOKENS, description="length of the stream; the steady state is measured at its end")
     prompt: int = Field(256, ge=1, description="length of the prompt; the first token of its answer is timed")
@@ -146,7 +148,6 @@ class Latency(Task):
     options: ClassVar[type[Options]] = LatencyOptions
     metrics: ClassVar[type[Metrics]] = LatencyMetrics
     trace: ClassVar[str | None] = ".steps.npy"
-    shown_options: ClassVar[tuple[str, ...] | None] = ("tokens", "batch", "prompt")
     measures: ClassVar[Measures] = "time"
 
     @staticmethod

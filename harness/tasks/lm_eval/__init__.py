@@ -28,14 +28,13 @@ from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.common.answers import right_answers
-from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
+from kvbench.harness.tasks.lm_eval.schema import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
     from kvbench.harness.tasks.lm_eval.measure import LmEvalData
 
 _QUESTIONS, _PROMPT_TOKENS, _ANSWER_TOKENS = 1000, 400, 8  # guesses, for estimates
-_GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
 _RECALL = frozenset(f"kvbench_{kind}" for kind in (*KINDS, "anywhere"))
 _FACTS = "kvbench_facts_"  # begins the names of the tasks that ask pretrained models
 
@@ -47,9 +46,6 @@ class LmEval(Task):
     metrics: ClassVar[type[Metrics]] = LmEvalMetrics
     data_facts: ClassVar[type[Data]] = LmEvalFacts
     trace: ClassVar[str | None] = ".samples.jsonl"
-    axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length", *_GENERATION)
-    shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt", "question")
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt", "question")  # query-aware and query-blind scores don't mix
 
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
@@ -111,12 +107,6 @@ class LmEval(Task):
         """The score, and the number of questions."""
         metrics = record.measured(LmEvalMetrics)
         return "" if metrics is None else f"{metrics.metric} {_figure(metrics)} of {metrics.questions}"
-
-    @classmethod
-    def heading(cls, record: Record) -> str:
-        """Includes how prompts are read: query-aware and query-blind scores never share a table."""
-        options = record.cell.task_options(LmEvalOptions)
-        return f"lm-eval, prompt {options.prompt}{', question unseen' if options.question else ''}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -184,7 +174,7 @@ def _column(record: Record) -> str:
     extra = [f"{options.num_fewshot}-shot"] if options.num_fewshot else []
     extra += [f"{options.max_seq_length:,} tokens"] if options.max_seq_length else []
     extra += [options.metric] if options.metric else []
-    extra += [f"{name} {value}" for name in _GENERATION if (value := getattr(options, name)) is not None]
+    extra += [f"{name} {value}" for name in GENERATION if (value := getattr(options, name)) is not None]
     return options.tasks + (f" ({', '.join(extra)})" if extra else "")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,16 @@ from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, SUM, Unchecke
 from kvbench.harness.records.types import Count, Number, Share
 from kvbench.harness.tasks.task import Options
 
+GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
 MOST_SAMPLES = 10_000  # answers to a question
 
 
 class LmEvalOptions(Options):
     """Options of lm-eval's tasks."""
+
+    shown: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt", "question")
+    axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length", *GENERATION)
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt", "question")  # query-aware and query-blind scores don't mix
 
     name: Literal["lm_eval"] = "lm_eval"
     tasks: str = Field(description="a task of lm-eval, or one of ours in its format; a list makes one cell per task")
@@ -79,6 +84,11 @@ class LmEvalOptions(Options):
     @classmethod
     def _zero_is_the_default(cls, value: int | None) -> int | None:
         return value or None
+
+    @property
+    def heading(self) -> str:
+        """Includes how prompts are read: query-aware and query-blind scores never share a table."""
+        return f"lm-eval, prompt {self.prompt}{', question unseen' if self.question else ''}"
 
     @property
     def generation(self) -> dict[str, Any]:

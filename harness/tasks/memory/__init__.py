@@ -26,6 +26,8 @@ from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, T
 class MemoryOptions(Options):
     """Options of the memory task."""
 
+    shown: ClassVar[tuple[str, ...] | None] = ("tokens", "batch")
+
     name: Literal["memory"] = "memory"
     tokens: int = Field(16384, ge=16, le=MAX_TOKENS, description="length of the stream")
     points: int = Field(16, ge=4, le=10_000, description="number of equal parts of the stream; memory is measured after each")
@@ -55,7 +57,6 @@ class Memory(Task):
 
     options: ClassVar[type[Options]] = MemoryOptions
     metrics: ClassVar[type[Metrics]] = MemoryMetrics
-    shown_options: ClassVar[tuple[str, ...] | None] = ("tokens", "batch")
     measures: ClassVar[Measures] = "memory"
 
     @staticmethod

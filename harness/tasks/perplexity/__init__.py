@@ -53,8 +53,6 @@ class Perplexity(Task):
     options: ClassVar[type[Options]] = PerplexityOptions
     metrics: ClassVar[type[Metrics]] = PerplexityMetrics
     trace: ClassVar[str | None] = ".nll.npy"
-    named_by: ClassVar[tuple[str, ...]] = ("data", "book")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "split", "tokens", "book", "streams", "prompt")
 
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:

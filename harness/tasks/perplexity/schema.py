@@ -45,6 +45,7 @@ class PerplexityOptions(Options):
     """Options of the perplexity task."""
 
     not_recorded: ClassVar[frozenset[str]] = frozenset({"side_by_side"})
+    shown: ClassVar[tuple[str, ...] | None] = ("data", "split", "tokens", "book", "streams", "prompt")
 
     name: Literal["perplexity"] = "perplexity"
     data: Source = Field(

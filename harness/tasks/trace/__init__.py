@@ -36,9 +36,6 @@ class Trace(Task):
     metrics: ClassVar[type[Metrics]] = TraceMetrics
     data_facts: ClassVar[type[Data]] = TraceFacts
     trace: ClassVar[str | None] = ".trace.jsonl"
-    named_by: ClassVar[tuple[str, ...]] = ("lines", "registers", "steps", "restate", "tell", "samples", "teacher")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("programs", *named_by)
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("registers", "steps", "samples", "temperature", "top_p", "teacher")
 
     @staticmethod
     def data(options: TraceOptions, tokenizer: Tokenizer, directory: Path | None) -> TraceData:
@@ -97,14 +94,6 @@ class Trace(Task):
         """Share of right answers, and their number."""
         metrics = record.measured(TraceMetrics)
         return "" if metrics is None else f"solved {metrics.accuracy:.1%} of {metrics.questions}"
-
-    @classmethod
-    def heading(cls, record: Record) -> str:
-        """Includes what makes a program long."""
-        options = record.cell.task_options(TraceOptions)
-        how = ", right traces read" if options.teacher else f", {options.samples} answers each" if options.samples > 1 else ""
-        size = f"{options.lines} lines, {options.registers} registers, {options.steps} to {2 * options.steps} steps"
-        return f"trace, {size}{how}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

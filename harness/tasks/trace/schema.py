@@ -20,6 +20,8 @@ class TraceOptions(Options):
     """Options of the trace task."""
 
     not_recorded: ClassVar[frozenset[str]] = frozenset({"side_by_side"})
+    shown: ClassVar[tuple[str, ...] | None] = ("programs", "lines", "registers", "steps", "restate", "tell", "samples", "teacher")
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("registers", "steps", "samples", "temperature", "top_p", "teacher")
 
     name: Literal["trace"] = "trace"
     programs: int = Field(32, ge=1, le=_MAX_ANSWERS, description="number of programs; each is a prompt")
@@ -52,6 +54,12 @@ class TraceOptions(Options):
         if self.tokens is not None and self.tokens < self.longest:
             raise ValueError(f"tokens {self.tokens:,} can't hold the trace of {2 * self.steps:,} steps: {self.longest:,} words")
         return self
+
+    @property
+    def heading(self) -> str:
+        """Includes what makes a program long."""
+        how = ", right traces read" if self.teacher else f", {self.samples} answers each" if self.samples > 1 else ""
+        return f"trace, {self.lines} lines, {self.registers} registers, {self.steps} to {2 * self.steps} steps{how}"
 
     @property
     def answers(self) -> int:
