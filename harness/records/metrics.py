@@ -5,8 +5,9 @@ Every field says how the gate checks it (`records/rules.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -39,6 +40,10 @@ from kvbench.harness.records.types import (
     Whole,
 )
 
+if TYPE_CHECKING:
+    from kvbench.harness.records.cell import CellSpec
+    from kvbench.harness.records.facts import Data
+
 READ_AT_POINTS = "read at every point"  # how a peak was measured that misses what lies between, or moves into free memory
 
 
@@ -56,6 +61,21 @@ class Metrics(Document):
     flags: Annotated[list[str], Elsewhere("flags")] = Field(
         default_factory=list, description="problems that the task found with its own figures"
     )
+
+    def headline(self) -> str:
+        """The main figure in words; empty for the first plain number."""
+        return ""
+
+    def check(self, options: Any) -> None:
+        """Check the figures against the task's options.
+
+        Raises:
+            BadRecordError: they disagree.
+        """
+
+    def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
+        """(dotted name, value) of figures that follow from others, for `bench records verify`."""
+        return iter(())
 
     def impossible(self) -> Iterator[str]:
         """Sentences on figures that are better than is physically possible, so that they were not measured by what they name."""
@@ -134,6 +154,12 @@ class NllMetrics(Metrics):
     bits_per_byte: Annotated[Number | None, near(relative=SUM)] = Field(None, description="bits per byte of the scored text")
     looks: Looks | None = Field(None, description="how reading went on until the interval to the reference was narrow enough")
 
+    def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
+        """Perplexity, and bits per byte; older records lack the bytes."""
+        yield "perplexity", math.exp(min(self.nll, 700.0))
+        if self.bytes is not None:
+            yield "bits_per_byte", self.nll * self.tokens / math.log(2) / max(1, self.bytes)
+
     @property
     def planned_looks(self) -> int:
         """Lengths of the text at which reading might have stopped, its end included."""
@@ -166,6 +192,16 @@ class QuestionMetrics(Metrics):
         """Questions whose answers may follow from an eviction."""
         return self.questions
 
+    def question_streams(self, options: Any, data: Data) -> int | None:
+        """Number of streams that share the questions evenly, in order; None if every question has a cache of its own."""
+        return None
+
+    def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
+        """Share and number of right answers, from the outcomes."""
+        if self.right is not None:
+            yield "accuracy", self.right / self.questions
+            yield "right", (self.outcomes or "").count("1")
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.right is not None and self.right > self.questions:
@@ -196,6 +232,15 @@ class AnswerMetrics(QuestionMetrics):
     outcomes: Annotated[Outcomes, ANSWERED] = Field(description="one digit per question, 1 for a right answer")
     kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
+
+    def headline(self) -> str:
+        """Accuracy, and the number of questions."""
+        return f"accuracy {self.accuracy:.1%} of {self.questions}"
+
+    def question_streams(self, options: Any, data: Data) -> int | None:
+        """Number of streams that were read; 1 for older records without it."""
+        streams: int = getattr(data, "streams", None) or 1
+        return None if streams == self.questions > 1 else streams
 
 
 class ScoreMetrics(QuestionMetrics):

@@ -86,7 +86,7 @@ class Record:
         ok = task is not None and envelope.status == "ok"
         metrics: Metrics = _part(task.metrics if task and ok else Metrics, "metrics", value)
         if task and ok:
-            task.check_figures(cell.task, metrics)
+            metrics.check(cell.task)
         return cls(
             cell, envelope.cell_id, envelope.key, envelope.status,
             None if envelope.error is None else _part(Failure, "error", value),

@@ -282,6 +282,11 @@ def stride_of(record: Record) -> int:
     return int(record.cell.options.get("stride", 1))
 
 
+def strided(record: Record) -> str:
+    """Label of the scored tokens; empty if a record scored all."""
+    return "" if scores_all(record) else f" (1 token in {stride_of(record)})"
+
+
 def common_tokens(records: Sequence[Record]) -> Common:
     """The tokens of a column: those that all records scored, but for records that scored only every `stride`-th."""
     scored = [r for r in records if r.measured(NllMetrics)]

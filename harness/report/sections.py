@@ -14,8 +14,8 @@ from kvbench.harness.records import Record, newest
 from kvbench.harness.records.metrics import NllMetrics, StepMetrics
 from kvbench.harness.report.chart import Chart, Page, file_name, make_visible, page
 from kvbench.harness.report.markdown import md, model_name, number, short_titles, table, title
-from kvbench.harness.report.pairing import question, task_version
-from kvbench.harness.report.task import task_of
+from kvbench.harness.report.pairing import question, strided, task_version
+from kvbench.harness.report.task import plain, task_of, titles_of
 
 KEPT = re.compile(r"(.+)-step-(\d+)")  # name of a model that `bench pretrain` keeps on the way
 _FIGURES = {"sink_heads": "sink heads", "hidden_largest": "largest activation"}  # of a task's metrics
@@ -97,7 +97,11 @@ def _setup(record: Record) -> str:
 
 def headline(record: Record) -> str:
     """The main figure of a finished cell, in words; empty if it failed."""
-    return task_of(record).headline(record) if record.status == "ok" else ""
+    if record.status != "ok":
+        return ""
+    words, figures = record.metrics.headline(), plain(record)
+    first = next((name for name in titles_of(record) or figures if name in figures), None)
+    return words + strided(record) if words or first is None else f"{first} {number(figures[first])}"
 
 
 def section_key(record: Record) -> str:

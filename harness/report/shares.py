@@ -16,7 +16,6 @@ import numpy as np
 from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, clustered_share, wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
-from kvbench.harness.report.task import task_of
 
 Stream = tuple[str, int]  # task, number
 Ends = tuple[float, float]
@@ -54,7 +53,8 @@ class Answers:
 
 def streams_of(record: Record) -> list[Stream] | None:
     """The stream of each question; None if every question has a cache of its own."""
-    metrics, streams = record.measured(QuestionMetrics), task_of(record).question_streams(record)
+    metrics = record.measured(QuestionMetrics)
+    streams = None if metrics is None else metrics.question_streams(record.cell.task, record.data)
     if metrics is None or streams is None:
         return None
     return [(record.cell.task.name, i * streams // metrics.questions) for i in range(metrics.questions)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar, Literal
 
@@ -62,28 +62,23 @@ def judge_interval(low: float | None, high: float | None, margin: float, more_is
 _COMPARED_FOR_EVERY_TASK = ("kv_bytes", "state_bytes")
 
 
-def _headline(record: Record, columns: Sequence[str] = ()) -> str:
-    """The first plain number."""
-    figures = _plain(record)
-    return next((f"{name} {number(figures[name])}" for name in columns or figures if name in figures), "")
-
-
-def _body(records: Sequence[Record], columns: Sequence[str] = ()) -> list[str | Chart]:
-    """Return a table with a row per record and a column per plain number."""
-    names = list(columns) or list(dict.fromkeys(name for r in records for name in _plain(r)))
+def _body(records: Sequence[Record]) -> list[str | Chart]:
+    """Return a table with a row per record and a column per plain number, or per one with a title if there are any."""
+    titles = titles_of(records[0])
+    names = list(titles or dict.fromkeys(name for r in records for name in plain(r)))
     rows = []
     for record in records:
-        figures = _plain(record)
+        figures = plain(record)
         rows.append([
             label(record), count(record.cell.capacity), *(number(figures.get(name)) for name in names), status(record),
         ])  # fmt: skip
-    heads = [md(_title(records[0], name)) for name in names]
+    heads = [md(titles.get(name, name)) for name in names]
     return [task_line(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
 
 
 def _differences(a: Record, b: Record) -> list[Difference]:
     """Compare the figures that declare which way is better; if none does, all plain numbers."""
-    x, y = _plain(a), _plain(b)
+    x, y = plain(a), plain(b)
     marks = compared(type(b.metrics))
     result = []
     for name in (n for n in (marks or x) if n in x and n in y and n not in _COMPARED_FOR_EVERY_TASK):
@@ -100,14 +95,15 @@ def _differences(a: Record, b: Record) -> list[Difference]:
     return result
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def plain(record: Record) -> dict[str, Any]:
+    """The figures that are plain numbers."""
     return {k: v for k, v in record.metrics.as_json().items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
-def _title(record: Record, name: str) -> str:
-    """Heading of a column: the field's title, or its name."""
-    field = type(record.metrics).model_fields.get(name)
-    return (field.title if field is not None else None) or name
+def titles_of(record: Record) -> dict[str, str]:
+    """The figures whose fields have a title, and these titles."""
+    fields = task_of(record).metrics.model_fields
+    return {name: field.title for name, field in fields.items() if field.title}
 
 
 class TaskReport:
@@ -118,7 +114,6 @@ class TaskReport:
         metrics: its figures; each field declares how the gate compares it (`records/rules.py`).
         data_facts: facts that its records keep about what was read.
         trace: suffix of its file of per-token, per-question or per-step figures; None if it writes none.
-        columns: figures in its table; all plain numbers if empty.
         measures: decides how cells run. Figures of "quality" depend on no machine. Cells of one model that measure "time" are
             interleaved and finish together. On a CPU, each cell that measures "memory" has a process of its own. A task that
             measures "attention" looks inside the model, which the decode loop need not be able to drive. The gate compares the
@@ -129,16 +124,7 @@ class TaskReport:
     metrics: ClassVar[type[Metrics]] = Metrics
     data_facts: ClassVar[type[Data]] = Data
     trace: ClassVar[str | None] = None
-    columns: ClassVar[tuple[str, ...]] = ()
     measures: ClassVar[Measures] = "quality"
-
-    @classmethod
-    def check_figures(cls, options: Any, metrics: Any) -> None:
-        """Check figures against the options.
-
-        Raises:
-            BadRecordError: they disagree.
-        """
 
     @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
@@ -146,19 +132,9 @@ class TaskReport:
         return {}
 
     @classmethod
-    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """(dotted name, value) of figures that follow from others of the record."""
-        return iter(())
-
-    @classmethod
     def workload(cls, options: Any) -> Workload:
         """Sizes of a cell's work; pages need `kv_streams` alone."""
         return Workload(sequences=1, length=0)
-
-    @classmethod
-    def question_streams(cls, record: Record) -> int | None:
-        """Number of streams that share its questions evenly, in order; None if every question has a cache of its own."""
-        return None
 
     @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
@@ -166,14 +142,9 @@ class TaskReport:
         return record.cell.most_kept
 
     @classmethod
-    def headline(cls, record: Record) -> str:
-        """The main figure of a finished cell, in words."""
-        return _headline(record, cls.columns)
-
-    @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Lines and charts of a section."""
-        return _body(records, cls.columns)
+        return _body(records)
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:

@@ -114,11 +114,11 @@ def _keep_map_problems(record: Record, folder: Path) -> list[str]:
 def _from_record(record: Record, _: object) -> Iterator[Figure]:
     """Yield all figures that need no trace."""
     metrics = record.metrics.as_json()
-    for name, expected in task_of(record).derived(record):
+    for name, expected in record.metrics.derived(record.cell):
         yield Figure(name, _lookup(metrics, name), expected)
     size = kv_bytes(record)
-    if size is not None and "kv_bytes" in metrics:
-        yield Figure("kv_bytes", metrics["kv_bytes"], size)
+    if size is not None:
+        yield from (Figure(name, metrics[name], size) for name in ("kv_bytes", "expected_kv_bytes") if name in metrics)
     seconds, tokens, recorded = record.facts.measured_seconds, record.tokens_read, record.facts.tokens_per_second
     if seconds and tokens and recorded is not None and seconds > _SECONDS_ROUNDING:
         speed = tokens / seconds

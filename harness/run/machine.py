@@ -310,7 +310,7 @@ def _check_result(attempt: _Attempt) -> None:
     try:
         if not isinstance(result, task.metrics):
             raise TypeError(f"{task.__name__}.run returned {type(result).__name__}, not {task.metrics.__name__}")
-        task.check_figures(attempt.item.cell.task, result)
+        result.check(attempt.item.cell.task)
         impossible = [*result.impossible()]
         if impossible:
             raise MeasurementError(f"better than is possible: {'; '.join(impossible)}")

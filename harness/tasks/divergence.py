@@ -88,6 +88,10 @@ class DivergenceMetrics(Metrics):
     sums: SampleSums = Field(description="sums over each sample")
     kv_bytes: Annotated[Count | None, near()] = Field(None, description="bytes allocated for K and V of one sample")
 
+    def headline(self) -> str:
+        """KL divergence and agreement."""
+        return f"KL {self.kl:.4g} nats, top token {100 * self.agreement:.1f} % the same"
+
 
 # What the trace holds of each prediction: KL(dense || policy) in nats, whether the top token is the same, and the NLL of the
 # token that comes, in nats, under the policy and under dense.
@@ -159,12 +163,6 @@ class Divergence(Task):
         """Most tokens of a sample in the cache; without a bound all but the last, which is not read."""
         bounded = record.cell.capacity is not None or record.cell.evict == "prompt"
         return super().cached_tokens(record) if bounded else record.cell.task_options(DivergenceOptions).tokens - 1
-
-    @classmethod
-    def headline(cls, record: Record) -> str:
-        """KL divergence and agreement."""
-        m = record.measured(DivergenceMetrics)
-        return "" if m is None else f"KL {m.kl:.4g} nats, top token {100 * m.agreement:.1f} % the same"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

@@ -80,16 +80,6 @@ class AttentionTask(attention.AttentionTask):
             return figures(noted, options.epsilon, options.norm_cutoff)
 
     @classmethod
-    def headline(cls, record: Record) -> str:
-        """The sink metric, the attention lost, and the share of outliers."""
-        metrics = record.measured(AttentionMetrics)
-        if metrics is None:
-            return ""
-        lost = "" if metrics.lost is None else f", {100 * metrics.lost:.1f} % of attention lost"
-        outliers = "" if metrics.patches is None else f", {100 * metrics.patches.outliers:.1f} % of patches outliers"
-        return f"{super().headline(record)}{lost}{outliers}"
-
-    @classmethod
     def details(cls, record: Record) -> list[str | Chart]:
         """Outliers among patches, other sinks and massive activations, and a table of keys, values and hidden states."""
         metrics = record.measured(AttentionMetrics)

@@ -186,3 +186,9 @@ class AttentionMetrics(schema.AttentionMetrics):
     sinks: Annotated[list[SinkToken], EXACT] = Field(default_factory=list, description="other sinks, the most frequent first")
     massive: Annotated[list[Massive], EXACT] = Field(default_factory=list, description="massive activations, the largest first")
     patches: Annotated[Patches | None, EXACT] = Field(None, description="of images")
+
+    def headline(self) -> str:
+        """The sink metric, the attention lost, and the share of outliers."""
+        lost = "" if self.lost is None else f", {100 * self.lost:.1f} % of attention lost"
+        outliers = "" if self.patches is None else f", {100 * self.patches.outliers:.1f} % of patches outliers"
+        return f"{super().headline()}{lost}{outliers}"

@@ -76,12 +76,6 @@ class AttentionTask(Task):
             return figures(noted, record.cell.task_options(AttentionOptions).epsilon)
 
     @classmethod
-    def headline(cls, record: Record) -> str:
-        """The sink metric."""
-        metrics = record.measured(AttentionMetrics)
-        return "" if metrics is None else f"first token a sink of {100 * metrics.sink_heads:.0f} % of heads"
-
-    @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """A row per policy, heads as heatmaps, curves over layers, and details of full attention."""
         measured = [r for r in records if r.measured(AttentionMetrics)]

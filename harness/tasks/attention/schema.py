@@ -59,3 +59,7 @@ class AttentionMetrics(Metrics):
         None, description="attention that goes to no token, if the model has such a sink"
     )
     layers: Annotated[list[LayerAttention], EXACT] = Field(description="of the model, in order")
+
+    def headline(self) -> str:
+        """The sink metric."""
+        return f"first token a sink of {100 * self.sink_heads:.0f} % of heads"

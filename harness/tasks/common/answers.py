@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,7 +12,7 @@ from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.facts import Data
-from kvbench.harness.records.metrics import AnswerMetrics, Metrics, QuestionMetrics
+from kvbench.harness.records.metrics import AnswerMetrics, Metrics
 from kvbench.harness.records.rules import EXACT
 from kvbench.harness.records.types import Count, Duration
 from kvbench.harness.report import compare
@@ -57,34 +57,9 @@ class AnsweringTask(Task):
         return completion == gold
 
     @classmethod
-    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Share and number of right answers, from the outcomes."""
-        return right_answers(record)
-
-    @classmethod
-    def question_streams(cls, record: Record) -> int | None:
-        """Number of streams that were read; 1 for older records without it; None if every question has its own cache."""
-        metrics, streams = record.measured(AnswerMetrics), getattr(record.data, "streams", None) or 1
-        return None if metrics is None or streams == metrics.questions > 1 else streams
-
-    @classmethod
-    def headline(cls, record: Record) -> str:
-        """Accuracy, and the number of questions."""
-        metrics = record.measured(AnswerMetrics)
-        return "" if metrics is None else f"accuracy {metrics.accuracy:.1%} of {metrics.questions}"
-
-    @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
         """Accuracy, paired by question."""
         return compare.accuracy(a, b)
-
-
-def right_answers(record: Record) -> Iterator[tuple[str, Any]]:
-    """Share and number of right answers, from the outcomes."""
-    metrics = record.measured(QuestionMetrics)
-    if metrics is not None and metrics.right is not None:
-        yield "accuracy", metrics.right / metrics.questions
-        yield "right", (metrics.outcomes or "").count("1")
 
 
 def percent_or_status(record: Record | None) -> str:

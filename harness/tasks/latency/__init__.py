@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import largest, step_figures, timing
+from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import Metrics, StepMetrics
 from kvbench.harness.records.rules import EXACT, MACHINE, TIME, Checked, Unchecked
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
@@ -113,6 +114,22 @@ class LatencyMetrics(StepMetrics):
     over_roofline: Annotated[Amount, TIME] = Field(description="step_ms as a multiple of the roofline")
     device: DeviceRates = Field(description="rates measured on the device")
 
+    def headline(self) -> str:
+        """Milliseconds per token."""
+        return f"{digits(self.step_ms, 3)} ms/token ± {self.error:.0%}"
+
+    def check(self, options: LatencyOptions) -> None:
+        """Check that there is a time for each round of each sitting."""
+        if len(self.rounds_ms) != self.sittings * options.rounds:
+            raise BadRecordError(("metrics", "rounds_ms"), "must have one time per round of each sitting")
+
+    def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
+        """Yield the figures that follow from the roofline; none for older records, which lack it."""
+        if self.roofline is not None:
+            bound, rates = self.roofline, self.device
+            yield "roofline.ms", 1e3 * max(bound.bytes / rates.bandwidth, bound.operations / rates.multiply_rate)
+            yield "over_roofline", self.step_ms / bound.ms
+
     def impossible(self) -> Iterator[str]:
         """Flags a step that is faster than its bytes and operations allow at the device's measured rates."""
         if self.roofline is None:
@@ -175,12 +192,6 @@ class Latency(Task):
         return measure(options, jobs)
 
     @classmethod
-    def check_figures(cls, options: LatencyOptions, metrics: LatencyMetrics) -> None:
-        """Check that there is a time for each round of each sitting."""
-        if len(metrics.rounds_ms) != metrics.sittings * options.rounds:
-            raise BadRecordError(("metrics", "rounds_ms"), "must have one time per round of each sitting")
-
-    @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute the figures of the timed steps at the end of the stream."""
         steps, options = np.load(trace).astype(np.float64), record.cell.task_options(LatencyOptions)
@@ -192,22 +203,6 @@ class Latency(Task):
             figures |= {} if metrics.largest_ms is None else {"largest_ms": largest(sittings)}
             figures["settled"] = metrics.error <= options.precision
         return figures
-
-    @classmethod
-    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Yield the figures that follow from the roofline; none for older records, which lack it."""
-        metrics = record.measured(LatencyMetrics)
-        if metrics is None or metrics.roofline is None:
-            return
-        bound, rates = metrics.roofline, metrics.device
-        yield "roofline.ms", 1e3 * max(bound.bytes / rates.bandwidth, bound.operations / rates.multiply_rate)
-        yield "over_roofline", metrics.step_ms / bound.ms
-
-    @classmethod
-    def headline(cls, record: Record) -> str:
-        """Milliseconds per token."""
-        metrics = record.measured(LatencyMetrics)
-        return "" if metrics is None else f"{digits(metrics.step_ms, 3)} ms/token ± {metrics.error:.0%}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

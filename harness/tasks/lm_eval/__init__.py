@@ -7,7 +7,7 @@ Differs: lm-eval's prompts and scores differ from those in the paper (docs/tasks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -23,11 +23,10 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, md, short_titles, status, table
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import Depths, over_depths
-from kvbench.harness.tasks.common.answers import right_answers
 from kvbench.harness.tasks.lm_eval.schema import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
@@ -88,25 +87,9 @@ class LmEval(Task):
         return sample_figures(samples) | _lenient(record, samples)
 
     @classmethod
-    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Right answers from the outcomes; if there are outcomes, accuracy is the score. pass@k from the scores."""
-        yield from right_answers(record)
-        metrics = record.measured(LmEvalMetrics)
-        if metrics is not None and metrics.accuracy is not None:
-            yield "score", metrics.accuracy
-        if metrics is not None and metrics.pass_at is not None:
-            yield from ((f"pass_at.{k}", float(metrics.solved(int(k)).mean())) for k in metrics.pass_at)
-
-    @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
         """Most tokens of a request in the cache; None unless prompts are streamed."""
         return super().cached_tokens(record) if record.cell.task_options(LmEvalOptions).prompt == "stream" else None
-
-    @classmethod
-    def headline(cls, record: Record) -> str:
-        """The score, and the number of questions."""
-        metrics = record.measured(LmEvalMetrics)
-        return "" if metrics is None else f"{metrics.metric} {_figure(metrics)} of {metrics.questions}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -182,17 +165,7 @@ def _score(record: Record | None) -> str:
     if record is None:
         return ""
     metrics = record.measured(LmEvalMetrics)
-    return status(record) if metrics is None else _figure(metrics)
-
-
-def _figure(metrics: LmEvalMetrics) -> str:
-    """The score in percent with its standard error; for log-likelihoods, the perplexity per word or byte."""
-    parts = [metrics.score] + ([] if metrics.stderr is None else [metrics.stderr])
-    lenient = "" if metrics.contained is None else f" ({100 * metrics.contained:.1f})"
-    if metrics.weights is None:
-        return " ± ".join(f"{100 * part:.1f}" for part in parts) + lenient
-    perplexity = math.exp(min(-metrics.score, 700.0))
-    return " ± ".join(digits(part, 3) for part in [perplexity, *(perplexity * part for part in parts[1:])])
+    return status(record) if metrics is None else metrics.figure
 
 
 def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | Chart]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -10,10 +12,12 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from kvbench.harness.records.aggregates import pass_at, pass_sizes
+from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import AnswerCounts, ScoreMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, SUM, Unchecked, near
 from kvbench.harness.records.types import Count, Number, Share
+from kvbench.harness.report.markdown import digits
 from kvbench.harness.tasks.task import Options
 
 GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
@@ -136,6 +140,27 @@ class LmEvalMetrics(ScoreMetrics):
     requests: Annotated[Count, EXACT] = Field(description="number of requests")
     kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes allocated for K and V per request")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
+
+    def headline(self) -> str:
+        """The score, and the number of questions."""
+        return f"{self.metric} {self.figure} of {self.questions}"
+
+    @property
+    def figure(self) -> str:
+        """The score in percent with its standard error; for log-likelihoods, the perplexity per word or byte."""
+        parts = [self.score] + ([] if self.stderr is None else [self.stderr])
+        lenient = "" if self.contained is None else f" ({100 * self.contained:.1f})"
+        if self.weights is None:
+            return " ± ".join(f"{100 * part:.1f}" for part in parts) + lenient
+        perplexity = math.exp(min(-self.score, 700.0))
+        return " ± ".join(digits(part, 3) for part in [perplexity, *(perplexity * part for part in parts[1:])])
+
+    def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
+        """Right answers from the outcomes; if there are outcomes, accuracy is the score. pass@k from the scores."""
+        yield from super().derived(cell)
+        if self.accuracy is not None:
+            yield "score", self.accuracy
+        yield from ((f"pass_at.{k}", float(self.solved(int(k)).mean())) for k in self.pass_at or ())
 
     @property
     def evicted_questions(self) -> int:

@@ -13,13 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import Metrics, PeakMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
 from kvbench.harness.report.task import Difference, Measures, Traces
-from kvbench.harness.report.verify import kv_bytes
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 
@@ -50,6 +50,16 @@ class MemoryMetrics(PeakMetrics):
     curve: list[MemoryPoint] = Field(min_length=1, description="memory over the stream")
     kv_bytes: Annotated[Count, BYTES] = Field(description="bytes of K and V, as reported")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics, as reported")
+
+    def headline(self) -> str:
+        """The peak."""
+        return f"peak {in_bytes(self.peak_bytes)} over weights"
+
+    def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
+        """The peak and its growth from the curve."""
+        full = next((point for point in self.curve if point.position > (cell.capacity or 0)), self.curve[-1])
+        yield "peak_bytes", self.curve[-1].peak_bytes
+        yield "growth_bytes", self.curve[-1].peak_bytes - full.peak_bytes
 
 
 class Memory(Task):
@@ -84,27 +94,9 @@ class Memory(Task):
         return measure(options, job)
 
     @classmethod
-    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """The peak and its growth from the curve; expected bytes of K and V."""
-        metrics, capacity = record.measured(MemoryMetrics), record.cell.capacity or 0
-        assert metrics is not None
-        full = next((point for point in metrics.curve if point.position > capacity), metrics.curve[-1])
-        yield "peak_bytes", metrics.curve[-1].peak_bytes
-        yield "growth_bytes", metrics.curve[-1].peak_bytes - full.peak_bytes
-        expected = kv_bytes(record)
-        if expected is not None:
-            yield "expected_kv_bytes", expected
-
-    @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
         """The capacity, or the whole stream if the cache is unbounded."""
         return super().cached_tokens(record) or record.cell.task_options(MemoryOptions).tokens
-
-    @classmethod
-    def headline(cls, record: Record) -> str:
-        """The peak."""
-        metrics = record.measured(MemoryMetrics)
-        return "" if metrics is None else f"peak {in_bytes(metrics.peak_bytes)} over weights"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +34,7 @@ from kvbench.harness.report.pairing import (
     perplexity,
     question,
     scores_all,
-    stride_of,
+    strided,
     strided_tokens,
 )
 from kvbench.harness.report.sections import row_label
@@ -109,26 +109,11 @@ class Perplexity(Task):
         return figures
 
     @classmethod
-    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Perplexity, and bits per byte; older records lack the bytes."""
-        metrics = record.measured(NllMetrics)
-        assert metrics is not None
-        yield "perplexity", math.exp(min(metrics.nll, 700.0))
-        if metrics.bytes is not None:
-            yield "bits_per_byte", metrics.nll * metrics.tokens / math.log(2) / max(1, metrics.bytes)
-
-    @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
         """Most tokens of a stream in the cache; without a bound all but the last, which is not read."""
         if record.cell.capacity is not None or record.cell.evict == "prompt":
             return super().cached_tokens(record)
         return len(record.data.prefix) + record.data.tokens // (record.cell.task_options(PerplexityOptions).streams or 1) - 1
-
-    @classmethod
-    def headline(cls, record: Record) -> str:
-        """Perplexity over all tokens that the record scored."""
-        metrics = record.measured(NllMetrics)
-        return "" if metrics is None else f"perplexity {digits(metrics.perplexity)}{_of_tokens(record)}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -220,7 +205,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
         bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
         rows.append([
             row_label(record, records), count(record.cell.capacity), *([_read(record)] if may_stop else []),
-            _perplexity(on_common(record, common)) + _of_tokens(record),
+            _perplexity(on_common(record, common)) + strided(record),
             *([_perplexity(record) if scores_all(record) else ""] if on_all else []),
             "" if bits is None else f"{bits:.3f}",
             _difference(record, dense), _difference(record, recompute.get(record.cell.capacity)),
@@ -237,11 +222,6 @@ def _read(record: Record) -> str:
         return ""
     limit = metrics.looks is not None and metrics.looks.reason == "limit reached"
     return count(record.tokens_read) + (" (limit)" if limit else "")
-
-
-def _of_tokens(record: Record) -> str:
-    """Label of the scored tokens; empty if a record scored all."""
-    return "" if scores_all(record) else f" (1 token in {stride_of(record)})"
 
 
 def _perplexity(record: Record | None) -> str:

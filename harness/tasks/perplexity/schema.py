@@ -22,6 +22,7 @@ from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import Look, Looks, NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
+from kvbench.harness.report.markdown import digits
 from kvbench.harness.report.pairing import mean_difference
 from kvbench.harness.tasks.task import MAX_TOKENS, Options
 
@@ -122,6 +123,10 @@ class PerplexityMetrics(NllMetrics):
     bits_per_byte: Annotated[Number, near(relative=SUM)] = Field(description="bits per byte of the scored text")
     facts: Annotated[list[FactCost], EXACT] = Field(default_factory=list, description="NLL of facts in generated prose")
     kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V of all streams")
+
+    def headline(self) -> str:
+        """Perplexity over all tokens that the record scored."""
+        return f"perplexity {digits(self.perplexity)}"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digit
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import marks, panels
-from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status, right_answers
+from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 from kvbench.harness.tasks.trace.schema import Between, TraceFacts, TraceMetrics, TraceOptions
 
@@ -77,23 +77,6 @@ class Trace(Task):
         from kvbench.harness.tasks.trace.programs import figures
 
         return figures(json_lines(trace), record.cell.task_options(TraceOptions))
-
-    @classmethod
-    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Share and number of right answers, from the outcomes."""
-        return right_answers(record)
-
-    @classmethod
-    def question_streams(cls, record: Record) -> int | None:
-        """The programs, if each has several answers."""
-        options = record.cell.task_options(TraceOptions)
-        return options.programs if options.samples > 1 else None
-
-    @classmethod
-    def headline(cls, record: Record) -> str:
-        """Share of right answers, and their number."""
-        metrics = record.measured(TraceMetrics)
-        return "" if metrics is None else f"solved {metrics.accuracy:.1%} of {metrics.questions}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

@@ -133,6 +133,14 @@ class TraceMetrics(QuestionMetrics):
     kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes allocated for K and V per answer")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics per answer")
 
+    def headline(self) -> str:
+        """Share of right answers, and their number."""
+        return f"solved {self.accuracy:.1%} of {self.questions}"
+
+    def question_streams(self, options: TraceOptions, data: Data) -> int | None:
+        """The programs, if each has several answers."""
+        return options.programs if options.samples > 1 else None
+
 
 class TraceFacts(Data):
     """Data of the trace task."""
