@@ -13,11 +13,11 @@ from factories import cell_record, changed, edit, record
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.report.compare import differences, judge_all, largest_difference, markdown
+from kvbench.harness.report.difference import judge_interval
 from kvbench.harness.report.ranks import shared_outcomes
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.sections import section_key
 from kvbench.harness.report.shares import paired_shares, shares
-from kvbench.harness.report.task import judge_interval
 
 pytestmark = pytest.mark.fast
 

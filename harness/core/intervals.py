@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,11 @@ def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, 
     if not long_enough(len(sums), size, capacity):
         return Interval(float(sums.sum() / tokens.sum()), None, None, min_block, positions / min_block)
     return _student(batches(sums), batches(tokens), round(positions / MIN_BLOCKS), neighbours=True, looks=looks)
+
+
+def over_samples(sums: NDArray[Any], tokens: int) -> Interval:
+    """The mean over the tokens of samples, which are runs of one text, each of so many tokens. sums: over each sample. [n]."""
+    return interval(sums.astype(np.float64), np.full(len(sums), float(tokens)), tokens, 0)
 
 
 def long_enough(runs: int, size: int, capacity: int) -> bool:

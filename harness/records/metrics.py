@@ -264,6 +264,13 @@ class ScoreMetrics(QuestionMetrics):
         return self
 
 
+class SampleMetrics(Metrics):
+    """Means over the predictions in samples of one text, all of one length."""
+
+    samples: Annotated[Positive, EXACT] = Field(description="pieces of text")
+    tokens: Annotated[Positive, EXACT] = Field(description="predictions compared, in all samples")
+
+
 class StepMetrics(Metrics):
     """Time of a decode step. It is compared as a ratio to a reference timed in the same rounds."""
 

@@ -79,10 +79,12 @@ class Compared:
     Attributes:
         margin: largest change that does not matter in practice.
         more_is_better: whether a larger figure is better.
+        sums: of `SampleMetrics`, the list of the figure's sums over each sample ("sums.kl"), by which records are paired.
     """
 
     margin: float
     more_is_better: bool
+    sums: str = ""
 
 
 def near(absolute: float = 0.0, relative: float = 0.0) -> Checked:

@@ -9,20 +9,23 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, over_samples
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
+from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, SampleMetrics, ScoreMetrics, StepMetrics
+from kvbench.harness.records.rules import Compared, compared
+from kvbench.harness.report.difference import Difference, Traces, Verdict, judge_interval
 from kvbench.harness.report.markdown import digits, md, model_name, table, task_name, title
 from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace
-from kvbench.harness.report.task import Difference, Traces, Verdict, judge_interval, task_of
+from kvbench.harness.report.task import plain
 
 
 def speed_up(record: Record, bases: Sequence[Record]) -> str:
@@ -62,7 +65,41 @@ def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Dif
         return [Difference("status", None, None, None, None, None, verdict, " -> ".join(kinds))]
     sizes = _bytes("kv_bytes", a.metrics.kv_bytes, b.metrics.kv_bytes)
     sizes += _bytes("state_bytes", a.metrics.state_bytes, b.metrics.state_bytes)
-    return [*task_of(b).differences(a, b, traces), *sizes]
+    of_kind = [*nll(a, b, traces), *accuracy(a, b), *score(a, b), *step_time(a, b)]
+    return [*of_kind, *_declared(a, b), *sizes]
+
+
+_KINDS = (NllMetrics, QuestionMetrics, StepMetrics, PeakMetrics)  # of them, only declared figures are compared besides
+_OF_EVERY_TASK = ("kv_bytes", "state_bytes")
+
+
+def _declared(a: Record, b: Record) -> list[Difference]:
+    """Compare the figures that declare which way is better; without any, all plain numbers of metrics of no kind."""
+    x, y, marks = plain(a), plain(b), compared(type(b.metrics))
+    names = marks or ([] if isinstance(b.metrics, _KINDS) else x)
+    return [_of_figure(a, b, name, marks.get(name)) for name in names if name in x and name in y and name not in _OF_EVERY_TASK]
+
+
+def _of_figure(a: Record, b: Record, name: str, mark: Compared | None) -> Difference:
+    x, y = plain(a)[name], plain(b)[name]
+    change = y - x
+    if mark is None:
+        if not change:
+            return Difference(name, x, y, 0.0, 0.0, 0.0, "same")
+        return Difference(name, x, y, change, None, None, "can't tell", "its task doesn't say which way is better")
+    low, high, why = (change, change, "") if not mark.sums else _by_sample(a, b, mark.sums)
+    return Difference(name, x, y, change, low, high, judge_interval(low, high, mark.margin, mark.more_is_better), why)
+
+
+def _by_sample(a: Record, b: Record, sums: str) -> tuple[float | None, float | None, str]:
+    """The interval of b's mean minus a's, paired sample by sample, or why there is none. sums: of each sample."""
+    ours, theirs = a.measured(SampleMetrics), b.measured(SampleMetrics)
+    same_size = ours is not None and theirs is not None and (ours.samples, ours.tokens) == (theirs.samples, theirs.tokens)
+    if ours is None or not same_size or a.data.ids_sha256 != b.data.ids_sha256:
+        return None, None, "different samples"
+    less, more = (np.array(attrgetter(sums)(record.metrics), np.float64) for record in (a, b))
+    mean = over_samples(more - less, ours.tokens // ours.samples)
+    return mean.low, mean.high, "" if mean.low is not None else "the samples are too short for an interval"
 
 
 def largest_difference(traces: Traces) -> float | None:

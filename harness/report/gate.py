@@ -13,9 +13,9 @@ from kvbench.harness.records.metrics import ScoreMetrics
 from kvbench.harness.records.rules import compared
 from kvbench.harness.report import gate_figures, gate_times
 from kvbench.harness.report.compare import MARGINS, cell_name, differences
+from kvbench.harness.report.difference import Difference
 from kvbench.harness.report.gate_figures import Pair, Result, State
 from kvbench.harness.report.gate_times import Band
-from kvbench.harness.report.task import Difference
 
 CODES: dict[State, Exit] = {"regression": Exit.NO, "better": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
 _ORDER: tuple[State, ...] = ("regression", "better", "could not compare", "not compared", "ok")

@@ -18,8 +18,8 @@ from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.records.rules import RUN_NATS, SUM, Checked, Rule, rule_in
 from kvbench.harness.records.types import Document
 from kvbench.harness.report.compare import setup_changes, token_differences
+from kvbench.harness.report.difference import Traces
 from kvbench.harness.report.sources import find_trace
-from kvbench.harness.report.task import Traces
 from kvbench.harness.report.verify import problems
 
 _BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks

@@ -1,65 +1,21 @@
-"""Declarations of a task about its records: figures, how to recompute them, page contents, and comparisons."""
+"""Declarations of a task about its records: figures, how to recompute them, and page contents."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Any, ClassVar, Literal
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.workload import Workload
 from kvbench.harness.records import Record
-from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.records.rules import compared
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
 
-Verdict = Literal["better", "worse", "same", "can't tell"]
 Measures = Literal["quality", "time", "memory", "attention"]
 OF_MACHINE = ("time", "memory")  # figures that depend on device and threads, which join the record's key
-Traces = tuple[TraceFile | None, TraceFile | None]  # of two records, where available
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference of two records in a metric.
-
-    Attributes:
-        metric: name.
-        a: the first record's figure; None if it has none.
-        b: the second's.
-        change: b - a; for `step_ms`, b / a - 1; None if unknown.
-        low: lower end of the 95 % interval of `change`; None without an interval.
-        high: upper end.
-        verdict: on b.
-        why: explains the verdict where the figures alone don't.
-    """
-
-    metric: str
-    a: float | None
-    b: float | None
-    change: float | None
-    low: float | None
-    high: float | None
-    verdict: Verdict
-    why: str = ""
-
-
-def judge_interval(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:
-    """The verdict on a change with this interval; "same" if it lies within the margin."""
-    if low is None or high is None:
-        return "can't tell"
-    if -margin <= low and high <= margin:
-        return "same"
-    if low > 0 or high < 0:
-        return "better" if (low > 0) == more_is_better else "worse"
-    return "can't tell"
-
-
-_COMPARED_FOR_EVERY_TASK = ("kv_bytes", "state_bytes")
 
 
 def _body(records: Sequence[Record]) -> list[str | Chart]:
@@ -76,25 +32,6 @@ def _body(records: Sequence[Record]) -> list[str | Chart]:
     return [task_line(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
 
 
-def _differences(a: Record, b: Record) -> list[Difference]:
-    """Compare the figures that declare which way is better; if none does, all plain numbers."""
-    x, y = plain(a), plain(b)
-    marks = compared(type(b.metrics))
-    result = []
-    for name in (n for n in (marks or x) if n in x and n in y and n not in _COMPARED_FOR_EVERY_TASK):
-        change = y[name] - x[name]
-        if name in marks:
-            verdict = judge_interval(change, change, marks[name].margin, marks[name].more_is_better)
-            result.append(Difference(name, x[name], y[name], change, change, change, verdict))
-        elif not change:
-            result.append(Difference(name, x[name], y[name], 0.0, 0.0, 0.0, "same"))
-        else:
-            result.append(
-                Difference(name, x[name], y[name], change, None, None, "can't tell", "its task doesn't say which way is better")
-            )
-    return result
-
-
 def plain(record: Record) -> dict[str, Any]:
     """The figures that are plain numbers."""
     return {k: v for k, v in record.metrics.as_json().items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
@@ -107,7 +44,7 @@ def titles_of(record: Record) -> dict[str, str]:
 
 
 class TaskReport:
-    """The part of a task that needs no model. The defaults show and compare plain numbers.
+    """The part of a task that needs no model. The defaults show plain numbers.
 
     Attributes:
         options: that a suite may set.
@@ -145,11 +82,6 @@ class TaskReport:
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Lines and charts of a section."""
         return _body(records)
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Compare two successful records; each difference has a verdict on the second."""
-        return _differences(a, b)
 
 
 class UnknownTask(TaskReport):

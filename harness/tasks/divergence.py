@@ -19,15 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from kvbench.harness.core.intervals import Interval, interval
+from kvbench.harness.core.intervals import Interval, over_samples
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.records.rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, near
-from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Positive, Share
+from kvbench.harness.records.metrics import Metrics, SampleMetrics
+from kvbench.harness.records.rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, Compared, near
+from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Share
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, count, label, status, table, task_line
 from kvbench.harness.report.sections import row_label
-from kvbench.harness.report.task import Difference, Traces, judge_interval
 from kvbench.harness.tasks.common.samples import SampleOptions, Samples, buckets, samples
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer, Workload
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import Decoder
 
 _SHARE = near(2e-3)  # rounding may change the top token where two are about as likely
-_MARGINS = {"kl": 0.001, "agreement": 0.01}  # differences too small to matter
 _ROWS = 64  # compared at once, in float64
 Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
@@ -70,14 +68,16 @@ class SampleSums(Part):
     agreed: Annotated[list[Count], near(2)] = Field(description="predictions with the same top token")
 
 
-class DivergenceMetrics(Metrics):
+class DivergenceMetrics(SampleMetrics):
     """How far predictions under a policy are from those of dense."""
 
-    samples: Annotated[Positive, EXACT] = Field(description="pieces of text")
-    tokens: Annotated[Positive, EXACT] = Field(description="predictions compared, in all samples")
-    kl: Annotated[Amount, near(MEAN_NATS)] = Field(description="KL(dense || policy), mean over predictions, nats per token")
+    kl: Annotated[Amount, near(MEAN_NATS), Compared(0.001, more_is_better=False, sums="sums.kl")] = Field(
+        description="KL(dense || policy), mean over predictions, nats per token"
+    )
     kl_interval: Annotated[Ends | None, near(PART_NATS)] = Field(None, description="its 95 % interval; None if too short")
-    agreement: Annotated[Share, _SHARE] = Field(description="share of predictions with the same top token as dense")
+    agreement: Annotated[Share, _SHARE, Compared(0.01, more_is_better=True, sums="sums.agreed")] = Field(
+        description="share of predictions with the same top token as dense"
+    )
     agreement_interval: Annotated[Ends | None, _SHARE] = Field(None, description="its 95 % interval")
     nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean under the policy, nats per token")
     nll_change: Annotated[Nats, near(MEAN_NATS)] = Field(
@@ -106,9 +106,9 @@ def figures(compared: NDArray[np.void], tokens: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "samples": len(kl), "tokens": kl.size, "kl": float(kl.mean()), "agreement": float(agrees.mean()),
         "nll": float(nll.mean()), "nll_change": float(change.mean()),
-        "kl_interval": _ends(per_token(kl.sum(1), kl.shape[1]), low=0.0),
-        "agreement_interval": _ends(per_token(agrees.sum(1), kl.shape[1]), low=0.0, high=1.0),
-        "nll_change_interval": _ends(per_token(change.sum(1), kl.shape[1])),
+        "kl_interval": _ends(over_samples(kl.sum(1), kl.shape[1]), low=0.0),
+        "agreement_interval": _ends(over_samples(agrees.sum(1), kl.shape[1]), low=0.0, high=1.0),
+        "nll_change_interval": _ends(over_samples(change.sum(1), kl.shape[1])),
         "sums": {"kl": [round(x, 5) for x in kl.sum(1).tolist()], "agreed": agrees.sum(1).tolist()},
     }  # fmt: skip
     first = tokens - kl.shape[1]  # position of the first token that is predicted
@@ -119,11 +119,6 @@ def figures(compared: NDArray[np.void], tokens: int) -> dict[str, Any]:
         if kl[:, part].size
     ]
     return {name: x for name, x in result.items() if x is not None}
-
-
-def per_token(sums: NDArray[np.floating[Any]] | NDArray[np.integer[Any]], positions: int) -> Interval:
-    """The mean of a figure per prediction, with its interval. Samples are runs of one text. sums: over each sample. [N]."""
-    return interval(sums.astype(np.float64), np.full(len(sums), float(positions)), positions, 0)
 
 
 def _ends(mean: Interval, low: float = -np.inf, high: float = np.inf) -> list[float] | None:
@@ -173,27 +168,6 @@ class Divergence(Task):
         )
         head = ["policy", "capacity", "KL", "top-1 agreement", "Δ NLL to dense", "K/V", "status"]
         return [about, *table(head, [_row(r, records) for r in records], "lrrrrrl"), *_by_position(records)]
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """KL divergence and agreement, paired sample by sample."""
-        ours, theirs = a.measured(DivergenceMetrics), b.measured(DivergenceMetrics)
-        if ours is None or theirs is None:
-            return []
-        same_samples = a.data.ids_sha256 == b.data.ids_sha256 and (ours.samples, ours.tokens) == (theirs.samples, theirs.tokens)
-        result = []
-        for name, x, y, less, more in (
-            ("kl", ours.kl, theirs.kl, ours.sums.kl, theirs.sums.kl),
-            ("agreement", ours.agreement, theirs.agreement, ours.sums.agreed, theirs.sums.agreed),
-        ):
-            if not same_samples:
-                result.append(Difference(name, x, y, y - x, None, None, "can't tell", "different samples"))
-                continue
-            mean = per_token(np.array(more, np.float64) - np.array(less, np.float64), ours.tokens // ours.samples)
-            verdict = judge_interval(mean.low, mean.high, _MARGINS[name], more_is_better=name == "agreement")
-            why = "" if mean.low is not None else "the samples are too short for an interval"
-            result.append(Difference(name, x, y, y - x, mean.low, mean.high, verdict, why))
-        return result
 
 
 def _row(record: Record, records: Sequence[Record]) -> list[str]:

@@ -15,11 +15,11 @@ from typing import Literal
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.compare import MARGINS
+from kvbench.harness.report.difference import Verdict, judge_interval
 from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, past_training
 from kvbench.harness.report.ranks import Change, Comparison, Pair, Rank, answer_comparison, corrected, nll_comparison, ranks
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
-from kvbench.harness.report.task import Verdict, judge_interval
 from kvbench.harness.report.verify import CACHELESS
 
 CONTROL = "random"  # a policy that does no better gains nothing from choosing its tokens

@@ -15,10 +15,8 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import AnswerMetrics, Metrics
 from kvbench.harness.records.rules import EXACT
 from kvbench.harness.records.types import Count, Duration
-from kvbench.harness.report import compare
 from kvbench.harness.report.markdown import bracketed, status
 from kvbench.harness.report.shares import answers, count, streams_of, too_few
-from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.tasks.task import Task
 
 Context = Literal["gold", "model", "none"]
@@ -55,11 +53,6 @@ class AnsweringTask(Task):
     def is_right(cls, options: Any, completion: str, gold: str) -> bool:
         """Whether a completion is the right answer."""
         return completion == gold
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Accuracy, paired by question."""
-        return compare.accuracy(a, b)
 
 
 def percent_or_status(record: Record | None) -> str:

@@ -22,12 +22,11 @@ from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import Metrics, StepMetrics
 from kvbench.harness.records.rules import EXACT, MACHINE, TIME, Checked, Unchecked
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
-from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
 from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, label, md, status, table
 from kvbench.harness.report.sections import by_machine
-from kvbench.harness.report.task import Difference, Measures, Traces
+from kvbench.harness.report.task import Measures
 from kvbench.harness.report.task_charts import over_capacity
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
@@ -227,11 +226,6 @@ class Latency(Task):
             lines += table(head, [_row(r, part) for r in part], "lrrrrrrrrrrrrrrl")
             lines += [*over_capacity(part, machine), *_curve(part), *_rates(part)]
         return lines
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Step times, paired by round if both records were timed together."""
-        return compare.step_time(a, b)
 
 
 def _row(record: Record, records: Sequence[Record]) -> list[str]:

@@ -20,12 +20,11 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
+from kvbench.harness.report.difference import Difference
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
 from kvbench.harness.report.sections import row_label
-from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.lm_eval.schema import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
@@ -119,11 +118,6 @@ class LmEval(Task):
             about = "Differences to dense, paired by question (percentage points or nats, with 95 % intervals):\n"
             result += [about, *table(["policy", "capacity", *map(md, names)], lines, "lr" + "r" * len(names))]
         return [*result, *_passes(rows), *_depths(records)]
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Scores, paired by question."""
-        return [*compare.accuracy(a, b), *compare.score(a, b)]
 
 
 _PROMPTS = {

@@ -19,7 +19,7 @@ from kvbench.harness.records.rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
-from kvbench.harness.report.task import Difference, Measures, Traces
+from kvbench.harness.report.task import Measures
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 
@@ -119,11 +119,6 @@ class Memory(Task):
             )
         head = ["policy", "capacity", "K/V", "state", "allocated", "peak", "growth", "weights", "status"]
         return [about, *table(head, rows, "lrrrrrrrl"), *_curve(measured)]
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """None: only the gate compares peaks, and bytes of the cache are compared for every task."""
-        return []
 
 
 _SHOWN_POINTS = 9

@@ -21,7 +21,6 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
 from kvbench.harness.records.metrics import Bucket, Looks, Metrics, NllMetrics
-from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, count, digits, label, md, status, table
 from kvbench.harness.report.pairing import (
@@ -38,7 +37,6 @@ from kvbench.harness.report.pairing import (
     strided_tokens,
 )
 from kvbench.harness.report.sections import row_label
-from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
@@ -119,11 +117,6 @@ class Perplexity(Task):
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Perplexity, paired differences, charts, and tables by position."""
         return _page(records)
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """NLL, paired by token."""
-        return compare.nll(a, b, traces)
 
 
 def _looks(record: Record, looks: Looks, nll: NDArray[np.float32], folder: Path) -> dict[str, Any]:

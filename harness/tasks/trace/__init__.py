@@ -14,12 +14,11 @@ from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report import chart, compare
+from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, percent, short_titles, status, table, task_line
 from kvbench.harness.report.sections import row_label
-from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
@@ -94,11 +93,6 @@ class Trace(Task):
             *_by_distance(records, "Steps that obey `tell`, by how many words after the prompt they end:", _told),
             *_still_right(records),
         ]  # fmt: skip
-
-    @classmethod
-    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Solved programs, paired."""
-        return compare.accuracy(a, b)
 
 
 def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:

@@ -1,0 +1,47 @@
+"""Difference of two records in a metric, and the verdict on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbench.harness.records.beside import TraceFile
+
+Verdict = Literal["better", "worse", "same", "can't tell"]
+Traces = tuple[TraceFile | None, TraceFile | None]  # of two records, where available
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of two records in a metric.
+
+    Attributes:
+        metric: name.
+        a: the first record's figure; None if it has none.
+        b: the second's.
+        change: b - a; for `step_ms`, b / a - 1; None if unknown.
+        low: lower end of the 95 % interval of `change`; None without an interval.
+        high: upper end.
+        verdict: on b.
+        why: explains the verdict where the figures alone don't.
+    """
+
+    metric: str
+    a: float | None
+    b: float | None
+    change: float | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    why: str = ""
+
+
+def judge_interval(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:
+    """The verdict on a change with this interval; "same" if it lies within the margin."""
+    if low is None or high is None:
+        return "can't tell"
+    if -margin <= low and high <= margin:
+        return "same"
+    if low > 0 or high < 0:
+        return "better" if (low > 0) == more_is_better else "worse"
+    return "can't tell"
