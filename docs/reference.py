@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from kvbench.harness.cli import cli
 from kvbench.harness.cli.loaded import LoadedCommand
 from kvbench.harness.core import plugins
-from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
+from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.policies import Policy
 
 _ALIKE = ("--data", "--device", "--dry-run", "--dtype", "--fresh", "--json", "--model", "--threads")  # described once
@@ -71,8 +71,8 @@ def _without_range(about: str) -> str:
 
 
 def suite() -> str:
-    """Return the keys of a suite file, of its model and of its resources."""
-    parts = {"Keys of a suite": SuiteFile, "`model`": ModelSpec, "`resources`": Resources}
+    """Return the keys of a suite file and of its model."""
+    parts = {"Keys of a suite": SuiteFile, "`model`": ModelSpec}
     return "\n".join(f"### {title}\n\n{_fields(model)}\n" for title, model in parts.items())
 
 
@@ -125,7 +125,7 @@ def _policy(name: str, kind: type[Policy]) -> str:
     keeps = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
     lines = [keeps]
     fields = ", ".join(_parameter(field) for field in dataclasses.fields(kind) if field.name != "sha256")
-    lines += [f"Parameters: {fields}."] if fields else []
+    lines += [fields] if fields else []
     code = f"../policies/{kind.__module__.rsplit('.', 1)[-1]}.py"
     lines += [f"[{_without_place(_first_clause(source))}]({code})." if source else f"[Code]({code})."]
     return f"### `{name}`\n\n" + "  \n".join(lines) + "\n"
