@@ -109,7 +109,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def machine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of programs and traces, as a folder a user could name."""
-    from kvbench.harness.data.machine import WORDS
+    from kvbench.harness.data.register_machine import WORDS
     from kvbench.lab.pretrain.tokenizer import of_words, wrapped
 
     folder = tmp_path_factory.mktemp("models") / "tiny-machine"

@@ -18,10 +18,11 @@ import torch
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import Marks
-from kvbench.harness.data import lookups, questions
-from kvbench.harness.data.machine import Program
+from kvbench.harness.data import lookups
+from kvbench.harness.data import quiz as quiz_module
 from kvbench.harness.data.prose import Prose
-from kvbench.harness.engine import closed_form, kivi, store, walk
+from kvbench.harness.data.register_machine import Program
+from kvbench.harness.engine import closed_form, kivi, slot_stores, walk
 from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder
 from kvbench.harness.engine.recompute import RecomputeDecoder
@@ -252,13 +253,13 @@ def all_but_the_last_word() -> Iterator[None]:
 @contextmanager
 def larger_scale(times: float = 1.1) -> Iterator[None]:
     """Scales of coded K and V are stored too large."""
-    plain = store.encoded
+    plain = slot_stores.encoded
 
     def encoded(x, codec):
         codes, scale, zero = plain(x, codec)
         return codes, times * scale, zero
 
-    with patch.object(store, "encoded", encoded), patch.object(kivi, "encoded", encoded):
+    with patch.object(slot_stores, "encoded", encoded), patch.object(kivi, "encoded", encoded):
         yield
 
 
@@ -415,7 +416,7 @@ def fails(every: int = 7) -> Iterator[None]:
 @contextmanager
 def other_gold(shifted: bool) -> Iterator[None]:
     """The right answers are those of the next question, or one in nine is wrong. The text does not change."""
-    plain = questions.quiz
+    plain = quiz_module.quiz
 
     def quiz(script, tokenizer):
         made = plain(script, tokenizer)
@@ -423,7 +424,7 @@ def other_gold(shifted: bool) -> Iterator[None]:
         other = right[1:] + right[:1] if shifted else ["0" if i % 9 == 0 else answer for i, answer in enumerate(right)]
         return replace(made, questions=tuple(replace(q, answer=a) for q, a in zip(made.questions, other, strict=True)))
 
-    with patch.object(questions, "quiz", quiz):
+    with patch.object(quiz_module, "quiz", quiz):
         yield
 
 

@@ -163,7 +163,7 @@ def test_answers_are_the_greedy_tokens_of_the_same_loop(model_dir, tokenizer, tm
             tokens.append(int(side(torch.tensor([tokens[-1:]]))[0, -1].argmax()))
         if context == "model":
             feed(read, tokens[-1:] + ([] if "\n" in tokenizer.decode(tokens) else [int(quiz.ids[q.answer_end - 1])]))
-        expected.append(streameval.said(tokenizer.decode(tokens, skip_special_tokens=True)))
+        expected.append(streameval.stated_value(tokenizer.decode(tokens, skip_special_tokens=True)))
         at = q.prompt_end if context == "gold" else q.answer_end
     assert heard == expected
 

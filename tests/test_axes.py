@@ -16,7 +16,7 @@ from kvbench.harness import suite as suites
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of, policy_from
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import adopt

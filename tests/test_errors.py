@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError, where
+from kvbench.harness.core.errors import UserError, location_of
 
 
 def module_of(folder: Path, text: str) -> ModuleType:
@@ -45,13 +45,13 @@ def test_it_is_the_innermost_line_of_the_users_own_code(tmp_path, text, place, f
     if folder == "site-packages":  # the test itself is not a library, either
         caught.value.__traceback__ = caught.tb.tb_next
         direct.value.__traceback__ = direct.tb.tb_next
-    assert where(caught.value) == place
-    assert where(direct.value) == place
+    assert location_of(caught.value) == place
+    assert location_of(direct.value) == place
 
 
 def test_what_our_code_raises_on_its_own_is_told_by_its_innermost_line():
     with pytest.raises(UserError) as caught:
         plugins.task_class("no such task")
     caught.value.__traceback__ = caught.tb.tb_next  # without the test's own frame
-    assert where(caught.value).startswith("plugins.py:")
-    assert where(caught.value).endswith(", in _find")
+    assert location_of(caught.value).startswith("plugins.py:")
+    assert location_of(caught.value).endswith(", in _find")

@@ -18,8 +18,8 @@ from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import _COMPILED, Model, adopt
-from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.runs import RunReader
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import cpu_walk, fused

@@ -14,7 +14,7 @@ from conftest import FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
 from kvbench.harness.core import contestants, plugins
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of, policy_from
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder
 from kvbench.harness.engine.foreigncheck import own_loop

@@ -15,7 +15,7 @@ from factories import cell_record
 from lm_eval.api.instance import Instance
 
 from kvbench.harness.core import plugins
-from kvbench.harness.data.questions import Script, quiz_data
+from kvbench.harness.data.quiz import Script, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.lm_eval import catalogue

@@ -31,7 +31,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, adopt
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import BUCKET, LayerShape
 from kvbench.harness.kernels import choose, cuda, cuda_attention, flex, rope
 from kvbench.harness.kernels.captured import CapturedSteps

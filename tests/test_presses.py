@@ -14,7 +14,7 @@ import transformers
 from conftest import DEVICE, model_of, nll, tokens_of
 
 from kvbench.harness.core.parameters import parameters_of, policy_from
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder

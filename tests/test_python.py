@@ -60,7 +60,7 @@ def test_load_records_needs_no_torch(tmp_path):
 
 CLASS = """
 from kvbench import Policy
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.source_digests import source_digest
 
 class Mine(Policy):
     def importance(self, view):

@@ -12,7 +12,7 @@ from test_foreign import contestant
 
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.store import decoded, encoded
+from kvbench.harness.engine.slot_stores import decoded, encoded
 
 NAME = "hf:QuantizedCache"
 SHAPE = (2, 3, 8, 16)  # streams, heads, tokens, channels

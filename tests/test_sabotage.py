@@ -10,7 +10,7 @@ from reference import ListBackend, after_sinks, lightest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.rotary import Placement
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slot_tensors import SlotTensors
 from kvbench.policies import AttentionSum
 from kvbench.policies.h2o import H2O

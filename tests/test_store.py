@@ -18,7 +18,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, TOKEN_BY_TOKEN
-from kvbench.harness.engine.store import decoded, encoded
+from kvbench.harness.engine.slot_stores import decoded, encoded
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

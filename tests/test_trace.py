@@ -17,7 +17,7 @@ from stored import RECORDS
 from transformers import AutoModelForCausalLM
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data import machine
+from kvbench.harness.data import register_machine
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
@@ -69,12 +69,13 @@ def naive(prompt: str) -> str:
 def test_a_trace_is_what_a_naive_interpreter_says_and_its_words_follow_from_their_sources(
     seed, lines, registers, restate, tell, steps
 ):
-    made = machine.program(random.Random(seed), lines, restate, tell, (steps, 2 * steps + 4), registers)
+    made = register_machine.program(random.Random(seed), lines, restate, tell, (steps, 2 * steps + 4), registers)
     prompt, trace = made.prompt(), [word for step in made.steps() for word in step.words]
     assert " ".join(trace) == naive(" ".join(prompt))
-    assert machine.Program.from_prompt(prompt) == made
-    assert len(prompt) == machine.prompt_words(lines, registers or len(made.values), tell)
-    assert steps * machine.step_words(restate, tell) <= len(trace) <= (2 * steps + 4) * machine.step_words(restate, tell)
+    assert register_machine.Program.from_prompt(prompt) == made
+    assert len(prompt) == register_machine.prompt_words(lines, registers or len(made.values), tell)
+    words = register_machine.step_words(restate, tell)
+    assert steps * words <= len(trace) <= (2 * steps + 4) * words
     text, places = prompt + trace, list(sources(made))
     assert len(places) == len(trace)
     for place, (word, source) in enumerate(zip(trace, places, strict=True), len(prompt)):
@@ -274,7 +275,7 @@ def test_with_a_teacher_dense_says_what_the_models_own_forward_pass_says(tokeniz
 
 
 def test_a_model_without_the_words_and_programs_that_do_not_exist_are_mistakes_of_a_user(tokenizer, model_dir, monkeypatch):
-    monkeypatch.setattr(machine, "_TRIES", 20)
+    monkeypatch.setattr(register_machine, "_TRIES", 20)
     with pytest.raises(UserError, match="such as `bench pretrain machine` makes"):
         trace_data(SMALL, load_tokenizer(model_dir))
     with pytest.raises(UserError, match="no program of 2 lines ends after 120 to 240 steps: choose other lines"):
@@ -333,7 +334,7 @@ def test_every_figure_but_bytes_follows_from_the_trace_file(measured):
 def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
     """Else it would go on for ever."""
     options = TraceOptions(programs=1, lines=lines, registers=3, steps=20, restate=restate)
-    made = machine.program(random.Random(seed), lines, restate, False, (20, 40), 3)
+    made = register_machine.program(random.Random(seed), lines, restate, False, (20, 40), 3)
     words = [word for step in made.steps() for word in step.words]
     for end in range(options.step, len(words), 5):
         assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"

@@ -17,7 +17,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import Rotation, rotate
-from kvbench.harness.engine.rows import Rows, Windows
+from kvbench.harness.engine.slot_rows import Rows, Windows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.kernels import cpu, cuda
 from kvbench.harness.kernels.expressions import NotTraceableError

@@ -26,7 +26,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.plan import Block, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import choose, cuda, cuda_attention

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import registers, scbench
-from kvbench.harness.data.machine import WORDS
-from kvbench.harness.data.questions import QuizData, quiz_data
+from kvbench.harness.data.quiz import QuizData, quiz_data
+from kvbench.harness.data.register_machine import WORDS
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.models.load import load_model, load_tokenizer
@@ -162,7 +162,8 @@ def test_turns_are_the_greedy_words_of_one_stream(model, words, tmp_path, config
                 logits = read(torch.tensor([[token]]))
                 stream.append(token)
             said = int(logits[0, -1].argmax())
-            expected.append((registers.said(words.decode([said], skip_special_tokens=True)), read.held(list(range(*q.evidence)))))
+            value = registers.stated_value(words.decode([said], skip_special_tokens=True))
+            expected.append((value, read.held(list(range(*q.evidence)))))
             read(torch.tensor([[said if context == "model" else int(quiz.ids[q.prompt_end])]]))
             at = q.answer_end
     assert heard == expected
@@ -359,15 +360,15 @@ def test_parts_that_come_alone_are_tokenised_alone():
     pairs.pre_tokenizer = pre_tokenizers.Split(" x", "removed")
     from transformers import PreTrainedTokenizerFast
 
-    from kvbench.harness.data.questions import Script
+    from kvbench.harness.data.quiz import Script
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs)
-    script = Script("ab ", apart=True)
+    script = Script("ab ", by_parts=True)
     script.prompt = 3
     script.ask("ab", "c", " c")
     (made_quiz,) = quiz_data([script], "x", tokenizer).quizzes
     (q,) = made_quiz.questions
     assert (made_quiz.prompt, q.start, q.prompt_end, q.answer_end) == (2, 2, 4, 6)
-    script.apart = False
+    script.by_parts = False
     with pytest.raises(UserError, match="in one token"):
         quiz_data([script], "x", tokenizer)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.data import arc, pg19, tables
-from kvbench.harness.data.files import SPLITS
+from kvbench.harness.data.data_files import SPLITS
 from kvbench.harness.data.stream import Text, opening, stream
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records.aggregates import nll_figures

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.models.hub import BUILTIN, is_local_name
 from kvbench.harness.records import NUMERICS_VERSION, Problem, Record, RecordStore, digest
 from kvbench.harness.records.rules import PART_NATS

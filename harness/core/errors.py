@@ -56,7 +56,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; there are {', '.join(options)}" if len(options) <= MOST_NAMES else f", which is none of {len(options):,} names"
 
 
-def where(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """The line of a user's code that raised an error, e.g. "my_policy.py:17, in importance"; empty if it was never raised.
 
     This is the innermost frame of code that is neither ours nor installed, else that of an installed plug-in, else the
@@ -76,7 +76,7 @@ def described(error: BaseException) -> str:
     """Type, first line and place of an error: "ZeroDivisionError: division by zero (my_policy.py:17, in importance)"."""
     text = str(error.msg if isinstance(error, SyntaxError) else error).strip()
     parts = [type(error).__name__, *text.splitlines()[:1]]
-    place = where(error)
+    place = location_of(error)
     return ": ".join(parts)[:300] + (f" ({place})" if place else "")
 
 
@@ -87,7 +87,7 @@ def _is_installed(frame: FrameType) -> bool:
 def failure(error: BaseException) -> dict[str, Any]:
     """An error as the record of a failed cell keeps it. Files are named without folders, which are the user's business."""
     kind = "out of memory" if ran_out_of_memory(error) else type(error).__name__
-    return {"kind": kind, "message": first_line(error), "where": where(error), "traceback": _traceback(error)}
+    return {"kind": kind, "message": first_line(error), "where": location_of(error), "traceback": _traceback(error)}
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -282,21 +282,21 @@ def load_entry_point(entry: EntryPoint) -> object:
         raise UserError(f"the plug-in '{entry.name}' ({entry.value}) can't be loaded: {described(error)}") from error
 
 
-def _user_module(where: str) -> ModuleType:
+def _user_module(source: str) -> ModuleType:
     """A user's module, given its file or dotted name.
 
     Raises:
         UserError: there is none, or it can't be imported.
     """
     try:
-        if not where.endswith(".py"):
+        if not source.endswith(".py"):
             if str(Path.cwd()) not in sys.path:  # like `python -m`, unlike a console script
                 sys.path.append(str(Path.cwd()))
-            return importlib.import_module(where)
-        return user_files.user_module(where)
+            return importlib.import_module(source)
+        return user_files.user_module(source)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
-            raise UserError(f"{where}: no such module in the current directory or installed") from error
-        raise UserError(f"{where}: can't be imported: {described(error)}") from error
+        if isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}."):
+            raise UserError(f"{source}: no such module in the current directory or installed") from error
+        raise UserError(f"{source}: can't be imported: {described(error)}") from error

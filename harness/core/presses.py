@@ -48,7 +48,7 @@ class Press(Contestant):
     def new_press(self) -> Any:
         """The press, which has noted nothing yet."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in OURS}
-        return self.named_class(**{name: _made(value) for name, value in given.items()})
+        return self.named_class(**{name: _constructed(value) for name, value in given.items()})
 
     @property
     def cuts_prompts(self) -> bool:
@@ -91,8 +91,8 @@ def _inside(value: Any) -> Any:
     return policy_from(given["name"], {k: v for k, v in given.items() if k != "name"})
 
 
-def _made(value: Any) -> Any:
+def _constructed(value: Any) -> Any:
     """A parameter as the constructor takes it."""
     if isinstance(value, tuple):
-        return [_made(item) for item in value]
+        return [_constructed(item) for item in value]
     return value.new_press() if isinstance(value, Press) else value

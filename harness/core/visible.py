@@ -10,8 +10,8 @@ _WITHOUT_GLYPH = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\
 
 def visible(text: object) -> str:
     """The text with spaces for tabs and newlines, without control, bidi and other invisible characters."""
-    plain = str(text)
-    if plain.isascii() and plain.isprintable():
-        return plain
-    kept = (c if c.isprintable() else " " if c.isspace() else "" for c in plain)
+    shown = str(text)
+    if shown.isascii() and shown.isprintable():
+        return shown
+    kept = (c if c.isprintable() else " " if c.isspace() else "" for c in shown)
     return _WITHOUT_GLYPH.sub("", "".join(kept))

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import tables
-from kvbench.harness.data.files import SPLITS
+from kvbench.harness.data.data_files import SPLITS
 
 HUB_ID = "allenai/ai2_arc"
 HUB_REVISION = "210d026faf9955653af8916fad021475a3f00453"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.utf8 import read_utf8
-from kvbench.harness.data.files import files_below, listed, of_split, say_left_out
+from kvbench.harness.data.data_files import files_below, listed, of_split, say_left_out
 from kvbench.harness.data.parquet import rows
 from kvbench.harness.data.stream import Text
 from kvbench.harness.models.hub import quiet

@@ -22,7 +22,7 @@ def answer(content: int) -> str:
     return f" <{content}>\n"
 
 
-def said(completion: str) -> str:
+def stated_value(completion: str) -> str:
     """The answer in a completion: its first line, without surrounding spaces, angle brackets and full stop."""
     first = completion.lstrip().split("\n", 1)[0]
     return re.sub(r"^[\s<]+|[\s>.]+$", "", first)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import tables
-from kvbench.harness.data.questions import Script
+from kvbench.harness.data.quiz import Script
 
 HUB_ID = "microsoft/SCBench"
 HUB_REVISION = "fcebb7411ecee50a0d8870d01eaed7c7452942fe"
@@ -51,7 +51,7 @@ def _scripts(rows: Iterable[dict[str, Any]], subset: str, turns: int, contexts: 
     for number, (row, _) in enumerate(zip(rows, range(contexts), strict=False)):
         try:
             pairs = [(str(turn["input"]), str(turn["answer"])) for turn in row["multi_turns"]]
-            script = Script(PROMPTS[subset].format(context=row["context"]), apart=True)
+            script = Script(PROMPTS[subset].format(context=row["context"]), by_parts=True)
         except (KeyError, TypeError) as error:
             raise UserError(f"{place}: row {number} does not follow SCBench's schema ({type(error).__name__}: {error})") from None
         if len(pairs) < turns:

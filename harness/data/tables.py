@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.utf8 import read_utf8
-from kvbench.harness.data.files import bears, files_below, listed, say_left_out
+from kvbench.harness.data.data_files import bears, files_below, listed, say_left_out
 from kvbench.harness.models.hub import quiet
 
 _LONGEST_ROW = 2**28  # bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.utf8 import read_utf8
-from kvbench.harness.data.files import files_below, of_split
+from kvbench.harness.data.data_files import files_below, of_split
 from kvbench.harness.data.parquet import rows
 from kvbench.harness.data.stream import Text
 from kvbench.harness.data.tables import hub_rows

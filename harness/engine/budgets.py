@@ -16,7 +16,7 @@ from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.held import writes
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Budget, Cadence, LayerHeads, LayerShape, Slots
 from kvbench.policies import Policy, Statistic
 

@@ -16,7 +16,7 @@ from kvbench.harness.engine.held import Held
 from kvbench.harness.engine.kernel_interface import flex_form
 from kvbench.harness.engine.method import RAN
 from kvbench.harness.engine.rotary import Rotation, rotate
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.slot_stores import StoredView, as_written
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.store import StoredView, as_written
 from kvbench.policies import CacheView, Statistic, Written
 
 

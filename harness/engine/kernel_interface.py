@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvbench.harness.engine.closed_form import ClosedForm
-    from kvbench.harness.engine.rows import Rows
+    from kvbench.harness.engine.slot_rows import Rows
     from kvbench.harness.engine.slots import Slots
     from kvbench.policies import Policy, PositionMode, Statistic
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Kivi
-from kvbench.harness.engine.store import CodedStore, CodedWindow, Padded, decoded, encoded, extended, with_run
+from kvbench.harness.engine.slot_stores import CodedStore, CodedWindow, Padded, decoded, encoded, extended, with_run
 
 
 class KiviKeys:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.kernel_interface import StepKernel, WalkKernel
 from kvbench.harness.engine.rotary import QueryFactors
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.policies import Seen
 
 

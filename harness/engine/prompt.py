@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.budgets import Table
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.victims import of_heads, of_layers, of_pages
 from kvbench.policies import CacheView, Policy, Statistic

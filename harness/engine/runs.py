@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.policies import PositionMode, Seen, Statistic
 
 _MAX_SCORES = 2**24  # held in memory at once

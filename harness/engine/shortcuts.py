@@ -19,8 +19,8 @@ from kvbench.harness.engine.kernel_interface import Kernels, StepKernel
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs
 from kvbench.harness.engine.rotary import Placement, rotate
-from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.runs import Run, RunReader
+from kvbench.harness.engine.slot_rows import Rows, Windows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Statistic
 

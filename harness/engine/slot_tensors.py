@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.kivi import KiviKeys, KiviValues
 from kvbench.harness.engine.pool import PagedStore, PageTable, moved
-from kvbench.harness.engine.store import CodedStore, FloatStore, Store, extended
+from kvbench.harness.engine.slot_stores import CodedStore, FloatStore, Store, extended
 from kvbench.policies import Statistic
 
 AnyStore = Store | PagedStore

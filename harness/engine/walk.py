@@ -31,8 +31,8 @@ from kvbench.harness.engine.kernel_interface import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
-from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.shortcuts import Shortcuts
+from kvbench.harness.engine.slot_rows import Rows, Windows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode, Seen
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.harness.core.codec import Kivi
 from kvbench.harness.engine.rotary import LONGEST_STREAM
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels.compiler import Built, built, built_of, why_untraced
 from kvbench.harness.kernels.cpu_walk import CpuWalkKernel

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels.compiler import Built, built, built_of, why_untraced
 from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of

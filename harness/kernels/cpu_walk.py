@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels.compiler import Built, built_of, why_untraced
 from kvbench.harness.kernels.states import FirstValues, first_values, heads_of, numbers_of, prompts_of, why_unserved

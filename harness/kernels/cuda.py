@@ -21,7 +21,7 @@ from torch import Tensor
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
 from kvbench.harness.engine.method import RAN
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels import cuda_attention, cuda_coded, states
 from kvbench.harness.kernels.captured import replayable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.kernels.states import numbers_of, widths_of
 from kvbench.policies import PositionMode

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec, Kivi
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.kernels.cuda_attention import WARPS, AttentionKernels, next_power, sizes
 from kvbench.policies import PositionMode

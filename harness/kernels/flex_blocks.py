@@ -16,7 +16,7 @@ from kvbench.harness.engine.banded import Sinks, merged, outside_windows
 from kvbench.harness.engine.closed_form import TILE, ClosedForm
 from kvbench.harness.engine.held import Held
 from kvbench.harness.engine.method import RAN
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels import rope
 from kvbench.harness.kernels.flex import can_be_flex, flex, whole_tiles

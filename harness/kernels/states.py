@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Statistic
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig, refuse_too_large
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.foreigncheck import own_loop

@@ -43,12 +43,12 @@ def check(model: Model, rope_length: int | None = None) -> float:
     if model.dtype not in (torch.float32, torch.float64) and _float32_fits(hf):
         model = adopt(deepcopy(hf).float(), rope_length)
     with torch.inference_mode():
-        worst = _difference(model, rope_length)
+        max_error = _difference(model, rope_length)
         if _windows(model.hf):
-            worst = max(worst, _difference(adopt(_with_shrunk_windows(model.hf), rope_length, shared=True), rope_length))
-    if not worst <= 1:
-        raise UnsupportedModelError(f"our logits differ from its own forward pass by {worst:.1g} times the rounding error")
-    return worst
+            max_error = max(max_error, _difference(adopt(_with_shrunk_windows(model.hf), rope_length, shared=True), rope_length))
+    if not max_error <= 1:
+        raise UnsupportedModelError(f"our logits differ from its own forward pass by {max_error:.1g} times the rounding error")
+    return max_error
 
 
 def has_finite_output(hf: PreTrainedModel) -> bool:
@@ -74,15 +74,15 @@ def _difference(model: Model, rope_length: int | None) -> float:
     for size in (1, 12):
         read = decoder(model, CacheConfig(Dense()))
         ours.append(torch.cat([read(block) for block in tokens.split(size, 1)], 1))
-    worst = 0.0
+    max_error = 0.0
     for offset in [0] if model.learned_positions else _offsets(model.hf, rope_length):
         with own_attention(model.hf):
             positions = torch.arange(offset, offset + _TOKENS, device=model.device)[None]
             reference: Tensor = model.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
         relative = _ROUNDING.get(model.dtype, _ROUNDING_16_BITS) + _ROUNDING_PER_POSITION * offset
         rounding = relative * reference.abs().amax().clamp(min=1)
-        worst = max(worst, *(float(((x - reference).abs().amax() / rounding).nan_to_num(torch.inf)) for x in ours))
-    return worst
+        max_error = max(max_error, *(float(((x - reference).abs().amax() / rounding).nan_to_num(torch.inf)) for x in ours))
+    return max_error
 
 
 def _offsets(hf: PreTrainedModel, rope_length: int | None) -> list[int]:

@@ -39,14 +39,14 @@ class ModelShape:
             return streams * self.heads * sum(codec.allocated(n, self.head_dim, self.head_dim, itemsize) for n in slots)
         return 2 * streams * self.heads * self.head_dim * itemsize * sum(slots)
 
-    def state_bytes(self, policy: Policy, slots: int, capacity: int, wide: int, grows: bool) -> int:
+    def state_bytes(self, policy: Policy, slots: int, capacity: int, number_bytes: int, grows: bool) -> int:
         """Bytes that a stream's cache takes beside K and V: ranks, positions, free slots and statistics.
 
         Args:
             policy: not yet bound.
             slots: of each KV head, but in layers whose sliding window is smaller.
             capacity: tokens per KV head kept between steps.
-            wide: bytes of a statistic's number.
+            number_bytes: bytes of a statistic's number.
             grows: nothing is evicted any more, so that statistics go unless they last.
 
         Raises:
@@ -57,7 +57,7 @@ class ModelShape:
             kept = capacity if window is None else min(capacity, window - 1)
             sizes = HeadSizes(self.queries // self.heads, self.head_dim, self.head_dim)
             held = {s: prod(s.shape(sizes)) for s in policy.bind(kept).statistics if s.lasts or not grows}
-            of_slot = 16 + wide * sum(n for s, n in held.items() if s.per == "slot")
+            of_slot = 16 + number_bytes * sum(n for s, n in held.items() if s.per == "slot")
             of_head = 8 + 8 * sum(n for s, n in held.items() if s.per == "head")
             total += self.heads * ((slots - capacity + kept) * of_slot + of_head)
         return total

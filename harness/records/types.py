@@ -28,7 +28,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Outcomes = Annotated[str, Field(pattern="^[01]*$")]
 
 
-def _plain(value: Any) -> Any:
+def _bounded(value: Any) -> Any:
     """Check that all numbers in a JSON value are finite and bounded.
 
     Raises:
@@ -36,10 +36,10 @@ def _plain(value: Any) -> Any:
     """
     if isinstance(value, dict):
         for part in value.values():
-            _plain(part)
+            _bounded(part)
     elif isinstance(value, list):
         for part in value:
-            _plain(part)
+            _bounded(part)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("a number is not finite")
     elif isinstance(value, int) and abs(value) > _LARGEST:
@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-Plain = Annotated[Any, AfterValidator(_plain)]
+Plain = Annotated[Any, AfterValidator(_bounded)]
 
 
 class BadRecordError(ValueError):

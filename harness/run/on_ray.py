@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.sources import code_versions
+from kvbench.harness.core.source_digests import code_versions
 from kvbench.harness.core.user_files import loaded_files
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.run.estimate import estimates

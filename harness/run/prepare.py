@@ -13,7 +13,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.sources import source_digest, task_digest
+from kvbench.harness.core.source_digests import source_digest, task_digest
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.gguf_header import gguf_origin
 from kvbench.harness.models.hub import model_directory, weights_digest

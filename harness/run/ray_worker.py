@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.harness.core import user_files
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.core.sources import code_versions
+from kvbench.harness.core.source_digests import code_versions
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record

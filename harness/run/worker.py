@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import LazyTokenizer
 from kvbench.harness.records import Record, RecordStore

@@ -22,7 +22,7 @@ from kvbench.harness.tasks.common.answers import AnsweringTask, Context, about_i
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
-    from kvbench.harness.data.questions import QuizData
+    from kvbench.harness.data.quiz import QuizData
 
 
 class ArcStreamOptions(Options):
@@ -51,7 +51,7 @@ class ArcStream(AnsweringTask):
     def data(options: ArcStreamOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """The questions of the split, in order."""
         from kvbench.harness.data import arc
-        from kvbench.harness.data.questions import Script, quiz_data
+        from kvbench.harness.data.quiz import Script, quiz_data
 
         source, items = arc.items(options.subset, options.split, directory)
         items = items[: options.questions]

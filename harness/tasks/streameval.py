@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbench.harness.data.registers import HEADER, answer, question, record_line, said
+from kvbench.harness.data.registers import HEADER, answer, question, record_line, stated_value
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
@@ -26,7 +26,7 @@ from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFac
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
-    from kvbench.harness.data.questions import QuizData, Script
+    from kvbench.harness.data.quiz import QuizData, Script
 
 _MAX_LINES = 10**6  # of all streams, generated in memory
 
@@ -72,7 +72,7 @@ class StreamEval(AnsweringTask):
     @staticmethod
     def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """Generated text, the same for every policy and machine."""
-        from kvbench.harness.data.questions import quiz_data
+        from kvbench.harness.data.quiz import quiz_data
 
         scripts = [script(options, stream) for stream in range(options.streams)]
         return quiz_data(scripts, f"generated, data seed {options.data_seed}", tokenizer())
@@ -91,7 +91,7 @@ class StreamEval(AnsweringTask):
         longest = max(int(q.line_tokens.max()) for q in job.data.quizzes)
         if job.config.capacity is not None and longest > job.config.capacity:
             raise MeasurementError(f"a record line takes {longest} tokens, but the cache holds {job.config.capacity}")
-        return answer_questions(job, options.context, said)
+        return answer_questions(job, options.context, stated_value)
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -112,7 +112,7 @@ class StreamEval(AnsweringTask):
 
 def script(options: StreamEvalOptions, stream: int) -> Script:
     """The text of one stream. The lines depend only on the data seed and the stream's number."""
-    from kvbench.harness.data.questions import Script
+    from kvbench.harness.data.quiz import Script
 
     draw = random.Random(f"{options.data_seed}/{stream}")
     text, contents = Script(HEADER), []

@@ -19,9 +19,9 @@ from pydantic import Field, field_validator, model_validator
 
 from kvbench.harness.data import scbench
 from kvbench.harness.data.lookups import key_answer, key_line, key_question
-from kvbench.harness.data.machine import BASE, LABELS
-from kvbench.harness.data.questions import Script
-from kvbench.harness.data.registers import said
+from kvbench.harness.data.quiz import Script
+from kvbench.harness.data.register_machine import BASE, LABELS
+from kvbench.harness.data.registers import stated_value
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
@@ -34,7 +34,7 @@ from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
-    from kvbench.harness.data.questions import QuizData
+    from kvbench.harness.data.quiz import QuizData
 
 _KINDS = ("system", "text", "turn", "corrected")
 _SCBENCH_TOKENS = 125_000  # of a context, about
@@ -197,7 +197,7 @@ class Turns(AnsweringTask):
     @staticmethod
     def data(options: TurnsOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """The conversations, the same for every policy and machine."""
-        from kvbench.harness.data.questions import quiz_data
+        from kvbench.harness.data.quiz import quiz_data
 
         if options.data == "scbench":
             source, scripts = scbench.conversations(options.subset, options.turns, options.streams, directory)
@@ -226,7 +226,7 @@ class Turns(AnsweringTask):
         from kvbench.harness.tasks.common.answering import answer_questions
 
         context = "none" if options.mode == "requests" else options.context
-        parse = str if options.data == "scbench" else said
+        parse = str if options.data == "scbench" else stated_value
         return answer_questions(job, context, parse, partial(cls.is_right, options))
 
     @classmethod

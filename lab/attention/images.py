@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data.files import files_below, listed
+from kvbench.harness.data.data_files import files_below, listed
 from kvbench.harness.models.hub import quiet
 
 Image = NDArray[np.uint8]

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvbench.harness.core.errors import UserError, did_you_mean
-from kvbench.harness.data import backcopy, machine
+from kvbench.harness.data import backcopy, register_machine
 from kvbench.harness.suite import yaml_value
 from kvbench.lab.shared_kv.sources import why_unserved
 
@@ -223,7 +223,7 @@ class PretrainConfig(_Strict):
     def words(self) -> tuple[str, ...]:
         """The words of its samples, each of which is a token; none if it reads running text."""
         kinds = self.kinds
-        return machine.WORDS if self._runs_programs else backcopy.WORDS if kinds.backcopy else ()
+        return register_machine.WORDS if self._runs_programs else backcopy.WORDS if kinds.backcopy else ()
 
     @property
     def _runs_programs(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.harness.data import backcopy, lookups, machine
+from kvbench.harness.data import backcopy, lookups, register_machine
 from kvbench.harness.data.lookups import Lookups
 from kvbench.lab.pretrain.config import Kinds, PretrainConfig, Repeats
 from kvbench.lab.pretrain.tokenizer import SINKS
@@ -101,7 +101,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
             made = list(itertools.islice(backcopy.words(draw), length))
             return Sample([len(SINKS) + word for word, _ in made], [1.0] * length, [copied for _, copied in made])
         if kind in MACHINE:
-            return self._weighted(getattr(machine, kind)(draw, length), self._config.kinds)
+            return self._weighted(getattr(register_machine, kind)(draw, length), self._config.kinds)
         generate: Callable[[random.Random, int], Lookups] = getattr(lookups, kind)
         return self._weighted(generate(draw, length // _LINE_TOKENS + 2), self._config.kinds)
 

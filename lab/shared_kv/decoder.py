@@ -76,13 +76,13 @@ class _Cache:
         self._policy = setting.policy if setting.capacity is None else setting.policy.bind(self._kept or 0)
         size = streams, shape.heads, 0
         self.keys, self.values = (torch.empty(*size, dims, dtype=dtype) for dims in (shape.key_dim, shape.value_dim))
-        self.position, self._wide = torch.empty(size, dtype=torch.int64), torch.promote_types(dtype, torch.float32)
+        self.position, self._state_dtype = torch.empty(size, dtype=torch.int64), torch.promote_types(dtype, torch.float32)
         self.states = {s: self._blank(s, 0 if s.per == "slot" else None) for s in self._policy.statistics}
         self._step, self._attention = 0, list[dict[str, Tensor]]()  # of each layer that has read the cache in this step
 
     def _blank(self, statistic: Statistic, tokens: int | None) -> Tensor:
         """First values of a statistic, of new tokens or of every head."""
-        axes, dtype = ((), torch.float64) if tokens is None else ((tokens,), self._wide)
+        axes, dtype = ((), torch.float64) if tokens is None else ((tokens,), self._state_dtype)
         size = *self.position.shape[:2], *axes, *statistic.shape(self._shape.sizes)
         return self.position.new_full(size, statistic.initial, dtype=dtype)
 
@@ -100,7 +100,7 @@ class _Cache:
         self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
         for s, first in self._written(keys, values, self.position[:, :, -1:], ids).items():
             if s.per == "slot":
-                self.states[s][:, :, -1] = first[:, :, 0].to(self._wide)
+                self.states[s][:, :, -1] = first[:, :, 0].to(self._state_dtype)
             else:
                 self.states[s] = self.states[s] + first.double().sum(2)
 

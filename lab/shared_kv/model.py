@@ -145,7 +145,7 @@ class _Layers(llama.LlamaModel):
             before = dict(vectors)
             yield True
             if before.keys() == vectors.keys() and all(
-                torch.equal(x, y) for at, pair in vectors.items() for x, y in zip(before[at], pair, strict=True)
+                torch.equal(x, y) for layer, pair in vectors.items() for x, y in zip(before[layer], pair, strict=True)
             ):
                 return
 

@@ -16,7 +16,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.engine.attention import Terms, causal, weights
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.harness.data.questions import Quiz, QuizData, QuizQuestion
+from kvbench.harness.data.quiz import Quiz, QuizData, QuizQuestion
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.metrics import AnswerMetrics

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.harness.data.machine import Program
+from kvbench.harness.data.register_machine import Program
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.sampling import Sampler
 from kvbench.harness.tasks.task import Job, MeasurementError

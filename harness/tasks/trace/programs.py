@@ -18,7 +18,19 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
-from kvbench.harness.data.machine import JUMP, LEFT, LINE_WORDS, RIGHT, TARGET, TOLD, WORDS, ZERO, Program, head_words, program
+from kvbench.harness.data.register_machine import (
+    JUMP,
+    LEFT,
+    LINE_WORDS,
+    RIGHT,
+    TARGET,
+    TOLD,
+    WORDS,
+    ZERO,
+    Program,
+    head_words,
+    program,
+)
 from kvbench.harness.data.stream import fingerprint, opening
 from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.tasks.common.samples import buckets

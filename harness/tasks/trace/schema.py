@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbench.harness.data.machine import LINES, REGISTERS, prompt_words, step_words
+from kvbench.harness.data.register_machine import LINES, REGISTERS, prompt_words, step_words
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT

@@ -54,7 +54,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """Step of a program's trace: the label of its line, its words, and the register values after it."""
 
     label: int
@@ -114,7 +114,7 @@ class Program:
                 return
             label = goes
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[TraceStep]:
         """The steps of the trace, endless if it never ends."""
         for label, left, right, values in self.run():
             line, full = self.lines[label], self.restate == "full"
@@ -126,7 +126,7 @@ class Program:
                 words += [f"v{self.tell}", f"{values[self.tell]}"]
             goes = line.jump if result else line.zero
             words.append(f"O{label}" if result else f"Z{label}")
-            yield Step(label, tuple(words), "end" if goes is None else f"L{goes}", values)
+            yield TraceStep(label, tuple(words), "end" if goes is None else f"L{goes}", values)
 
 
 def head_words(tell: bool) -> int:

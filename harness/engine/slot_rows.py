@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvbench.harness.engine.held import HeldRows
 from kvbench.harness.engine.pool import PagedStore, moves
+from kvbench.harness.engine.slot_stores import stages
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.store import stages
 from kvbench.harness.engine.victims import of_heads, of_layers, of_pages, ranks_without
 from kvbench.policies import Attention, Policy, Seen
 

@@ -86,7 +86,7 @@ class Script:
         default_factory=list
     )  # `QuizQuestion`, evidence as a line number
     prompt: int | None = None  # where the text ends that is a prompt
-    apart: bool = False  # tokenise each part by itself, as if each had come alone
+    by_parts: bool = False  # tokenise each part by itself, as if each had come alone
 
     def line(self, text: str) -> None:
         """Append a record line that questions can refer to. Lines are numbered from 0."""
@@ -120,7 +120,7 @@ def quiz(script: Script, tokenizer: PreTrainedTokenizerBase) -> Quiz:
     prefix = opening(tokenizer)
     byte_at = np.cumsum([0, *(len(c.encode()) for c in script.text)])
     borders = {0, len(script.text)}
-    if script.apart:
+    if script.by_parts:
         borders |= {script.prompt or 0, *(place for question in script.questions for place in question[:3])}
     parts = [
         (tokenise(tokenizer, script.text[start:end], int(byte_at[end]) + 1), byte_at[start])
