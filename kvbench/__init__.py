@@ -7,10 +7,32 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttentionSum", "Cache", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode",
-    "RecentAttention", "Record", "Records", "Scope", "Seen", "Statistic", "TokenId", "UserError", "ValueNorm", "Written",
-    "compare", "figures", "load", "load_records", "losses", "run",
-]  # fmt: skip
+    "Attention",
+    "AttentionSum",
+    "Cache",
+    "CacheView",
+    "Composed",
+    "HeadSizes",
+    "KeyNorm",
+    "Policy",
+    "PositionMode",
+    "RecentAttention",
+    "Record",
+    "Records",
+    "Scope",
+    "Seen",
+    "Statistic",
+    "TokenId",
+    "UserError",
+    "ValueNorm",
+    "Written",
+    "compare",
+    "figures",
+    "load",
+    "load_records",
+    "losses",
+    "run",
+]
 
 if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checkout on Windows, without its symbolic links
     __path__.append(str(Path(__file__).resolve().parents[1]))
@@ -42,13 +64,17 @@ if TYPE_CHECKING:
     )
 else:
     _MODULES = {
-        "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",
-        "Records": "kvbench.harness.report.export", "load_records": "kvbench.harness.report.export",
-        "compare": "kvbench.harness.report.losses", "figures": "kvbench.harness.report.losses",
+        "UserError": "kvbench.harness.core.errors",
+        "Record": "kvbench.harness.records",
+        "Records": "kvbench.harness.report.export",
+        "load_records": "kvbench.harness.report.export",
+        "compare": "kvbench.harness.report.losses",
+        "figures": "kvbench.harness.report.losses",
         "load": "kvbench.harness.models.load",
         "losses": "kvbench.harness.report.losses",
-        "Cache": "kvbench.harness.run.generate", "run": "kvbench.harness.run.python",
-    }  # fmt: skip
+        "Cache": "kvbench.harness.run.generate",
+        "run": "kvbench.harness.run.python",
+    }
 
     def __getattr__(name: str) -> object:
         """The names above, imported on first use: most need torch, and `bench --help` should not wait for it."""

@@ -122,9 +122,19 @@ def _view(seen: Seen, tokens: Tensor, prompt: int, layer: int, seed: int, model:
     empty, one = torch.full((streams, heads, slots), slots), torch.ones(streams, 1, 1, dtype=torch.int64)
     keys = torch.full((streams, heads, slots, dim), 1e4)
     return CacheView(
-        empty, torch.full_like(empty, -1), one * 0, keys, keys.clone(), {}, one * layer, torch.arange(heads)[:, None],
-        one * prompt, len(model.layers), seed, rotation_of(model, layer),
-    )  # fmt: skip
+        empty,
+        torch.full_like(empty, -1),
+        one * 0,
+        keys,
+        keys.clone(),
+        {},
+        one * layer,
+        torch.arange(heads)[:, None],
+        one * prompt,
+        len(model.layers),
+        seed,
+        rotation_of(model, layer),
+    )
 
 
 def _write(view: CacheView, seen: Seen, tokens: Tensor, free: Tensor, t: int) -> None:

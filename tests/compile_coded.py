@@ -87,8 +87,11 @@ def main() -> int:
         found = list(races(made.asm["ttgir"], {}))
         print(
             f"{title}: {used.registers} registers a thread, {used.spilled} bytes spilt, {a_slot:.0f} instructions a slot, "
-            f"{read} bytes a slot of {floats} in floats", *found, sep="\n", flush=True,
-        )  # fmt: skip
+            f"{read} bytes a slot of {floats} in floats",
+            *found,
+            sep="\n",
+            flush=True,
+        )
         faults += bool(used.spilled or found)
     return int(faults > 0)
 

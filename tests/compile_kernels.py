@@ -36,11 +36,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = {
     name: LayerShape(*shape, None, None)
     for name, shape in {
-        "llama-2-7b": (32, 1, 128, 128), "llama-3-8b": (8, 4, 128, 128), "llama-3-70b": (8, 8, 128, 128),
-        "gemma-2b": (1, 8, 256, 256), "falcon-7b": (1, 71, 64, 64), "qwen2-1.5b": (2, 6, 128, 128), "phi-2": (32, 1, 80, 80),
-        "deepseek": (128, 1, 192, 128), "stories260k": (4, 2, 8, 8),
+        "llama-2-7b": (32, 1, 128, 128),
+        "llama-3-8b": (8, 4, 128, 128),
+        "llama-3-70b": (8, 8, 128, 128),
+        "gemma-2b": (1, 8, 256, 256),
+        "falcon-7b": (1, 71, 64, 64),
+        "qwen2-1.5b": (2, 6, 128, 128),
+        "phi-2": (32, 1, 80, 80),
+        "deepseek": (128, 1, 192, 128),
+        "stories260k": (4, 2, 8, 8),
     }.items()
-}  # fmt: skip
+}
 ALL = ("attend", "join", "release")
 SLOTS = 4097  # of a row, with a capacity of 4096
 HELD = ("llama-2-7b", "llama-3-8b")  # shapes whose instructions are held
@@ -114,11 +120,23 @@ class Case:
         streams = 8 if self.place else 1
         rows, slots = streams * self.shape.heads, max(self.attended, SLOTS)
         return {
-            "first": LAYER * rows * slots, "slots": slots, "attended": self.attended, "part": 1088,
-            "parts": 4 if self.place else 1, "limit": 4095, "capacity": slots - 1, "tokens": 512 if self.place else 1,
-            "window": 0, "heads": self.shape.heads, "rows_of_layer": rows, "full": int(self.attended == slots),
-            "seed": 2**40 + 5, "num_layers": 32, "written_row": 0, "written_token": 0,
-        }  # fmt: skip
+            "first": LAYER * rows * slots,
+            "slots": slots,
+            "attended": self.attended,
+            "part": 1088,
+            "parts": 4 if self.place else 1,
+            "limit": 4095,
+            "capacity": slots - 1,
+            "tokens": 512 if self.place else 1,
+            "window": 0,
+            "heads": self.shape.heads,
+            "rows_of_layer": rows,
+            "full": int(self.attended == slots),
+            "seed": 2**40 + 5,
+            "num_layers": 32,
+            "written_row": 0,
+            "written_token": 0,
+        }
 
     def constants(self, name: str) -> dict[str, Any]:
         """The constants that the launchers pass."""

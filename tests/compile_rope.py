@@ -46,13 +46,17 @@ def wanted() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str]]]:
         constants = rope.sizes(dim) | {"ROTATES": True, "HALVES": halves} | (ONES if name == "ones" else {})
         constants = {x: value for x, value in constants.items() if x in made.arg_names}
         types = {
-            x: "constexpr" if x in constants
-            else "*fp32" if x in FLOAT32
-            else f"*{dtype}" if x in VECTORS
-            else "fp32" if x in FLOATS
+            x: "constexpr"
+            if x in constants
+            else "*fp32"
+            if x in FLOAT32
+            else f"*{dtype}"
+            if x in VECTORS
+            else "fp32"
+            if x in FLOATS
             else "i32"
             for x in made.arg_names
-        }  # fmt: skip
+        }
         yield f"{name} {dtype} {kernel}", made, constants, types
 
 

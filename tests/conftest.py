@@ -31,8 +31,19 @@ from kvbench.harness.models.families import tiny_model  # noqa: E402
 
 SHARED = Path(__file__).parents[2] / "shared"
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
-LM_EVAL_FOLDERS = ["arc", "hellaswag", "lambada", "openbookqa", "piqa", "winogrande", "longbench", "ruler",
-                   "gsm8k", "minerva_math", "aime"]  # of the suites on the hub's data  # fmt: skip
+LM_EVAL_FOLDERS = [
+    "arc",
+    "hellaswag",
+    "lambada",
+    "openbookqa",
+    "piqa",
+    "winogrande",
+    "longbench",
+    "ruler",
+    "gsm8k",
+    "minerva_math",
+    "aime",
+]  # of the suites on the hub's data
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

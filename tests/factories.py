@@ -63,19 +63,34 @@ def default_policies() -> list[str]:
 
 
 def slots_for(
-    shape: LayerShape, config: CacheConfig, layers: list[int], num_layers: int, streams: int = 1,
-    dtype: torch.dtype = torch.float32, device: torch.device = DEVICE, heads: tuple[int, ...] | None = None,
-) -> Slots:  # fmt: skip
+    shape: LayerShape,
+    config: CacheConfig,
+    layers: list[int],
+    num_layers: int,
+    streams: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = DEVICE,
+    heads: tuple[int, ...] | None = None,
+) -> Slots:
     """Empty slots of layers of one shape, without a model. heads: which of each layer's live here; all when None."""
     kept = shape.kept(config.capacity)
     policy = config.policy if kept is None else config.policy.bind(kept)
     parts = [slots_module.LayerHeads(layer, heads) for layer in layers]
     statistics = () if kept is None else policy.statistics
     return Slots(
-        shape, parts=parts, policy=policy, statistics=statistics, cadence=Cadence.from_start(kept, config.every),
-        budget=Budget(kept), num_layers=num_layers, streams=streams, seed=config.seed, device=device, dtype=dtype,
+        shape,
+        parts=parts,
+        policy=policy,
+        statistics=statistics,
+        cadence=Cadence.from_start(kept, config.every),
+        budget=Budget(kept),
+        num_layers=num_layers,
+        streams=streams,
+        seed=config.seed,
+        device=device,
+        dtype=dtype,
         keys_rotated=config.positions == "stream" and shape.rotation is not None,
-    )  # fmt: skip
+    )
 
 
 def check_streams_are_read_alone(config: CacheConfig, valid: Tensor) -> None:
@@ -102,25 +117,68 @@ PARTS: dict[str, type[Document]] = {
 }
 # Of figures that a test does not care for: what fields that must be there are filled with.
 FILLED: dict[str, Any] = {
-    "tokens": 32768, "nll": 2.0, "perplexity": 7.4, "bits_per_byte": 1.0, "kv_bytes": 640, "questions": 1,
-    "right": 0, "accuracy": 0.0, "outcomes": "0", "in_cache": {}, "metric": "acc", "score": 0.0, "requests": 1,
-    "over_capacity": 0, "state_bytes": 0,
-    "step_ms": 1.0, "error": 0.01, "rounds_ms": [1.0], "together": "x", "first_token_ms": 1.0, "first_token_error": 0.01,
-    "sittings": 1, "percentiles_ms": {}, "tokens_per_second": 1.0, "bookkeeping_share": 0.0, "over_roofline": 1.0,
-    "device": {"bandwidth": 1.0, "multiply_rate": 1.0}, "peak_bytes": 0, "allocated_bytes": 0, "growth_bytes": 0, "how": "x",
-    "weight_bytes": 0, "blocks": {"nll_sum": [2.0], "tokens": [1], "size": 32}, "texts": {"nll_sum": [2.0], "tokens": [1]},
-    "curve": [{
-        "position": 1, "step_ms": 1.0, "error": 0.0, "used_slots": 1, "attended_slots": 1, "peak_bytes": 0, "token_ms": 1.0,
-    }],
-}  # fmt: skip
+    "tokens": 32768,
+    "nll": 2.0,
+    "perplexity": 7.4,
+    "bits_per_byte": 1.0,
+    "kv_bytes": 640,
+    "questions": 1,
+    "right": 0,
+    "accuracy": 0.0,
+    "outcomes": "0",
+    "in_cache": {},
+    "metric": "acc",
+    "score": 0.0,
+    "requests": 1,
+    "over_capacity": 0,
+    "state_bytes": 0,
+    "step_ms": 1.0,
+    "error": 0.01,
+    "rounds_ms": [1.0],
+    "together": "x",
+    "first_token_ms": 1.0,
+    "first_token_error": 0.01,
+    "sittings": 1,
+    "percentiles_ms": {},
+    "tokens_per_second": 1.0,
+    "bookkeeping_share": 0.0,
+    "over_roofline": 1.0,
+    "device": {"bandwidth": 1.0, "multiply_rate": 1.0},
+    "peak_bytes": 0,
+    "allocated_bytes": 0,
+    "growth_bytes": 0,
+    "how": "x",
+    "weight_bytes": 0,
+    "blocks": {"nll_sum": [2.0], "tokens": [1], "size": 32},
+    "texts": {"nll_sum": [2.0], "tokens": [1]},
+    "curve": [
+        {
+            "position": 1,
+            "step_ms": 1.0,
+            "error": 0.0,
+            "used_slots": 1,
+            "attended_slots": 1,
+            "peak_bytes": 0,
+            "token_ms": 1.0,
+        }
+    ],
+}
 
 
 def record(policy: str = "h2o", capacity: int | None = 8, nll: float = 2.0, **changes) -> Record:
     """A finished cell of perplexity; changes: of its fields, whole parts as JSON."""
     cell = {
-        "suite": "s", "suite_version": 1, "model": {"id": "m", "dtype": "float32"}, "task": {"name": "perplexity", "stride": 1},
-        "policy": policy, "parameters": {}, "capacity": capacity, "positions": "cache", "limit": None, "seed": 0,
-    }  # fmt: skip
+        "suite": "s",
+        "suite_version": 1,
+        "model": {"id": "m", "dtype": "float32"},
+        "task": {"name": "perplexity", "stride": 1},
+        "policy": policy,
+        "parameters": {},
+        "capacity": capacity,
+        "positions": "cache",
+        "limit": None,
+        "seed": 0,
+    }
     noise = np.random.default_rng(capacity or 0).normal(size=1024)
     blocks = {"nll_sum": [float(32 * (nll + 0.1 * x)) for x in noise], "tokens": [32] * 1024, "size": 32}
     metrics = {

@@ -87,9 +87,19 @@ def _view(model: Model, layer: int, seen: Seen, tokens: Tensor, policy: Policy, 
     at, device = torch.arange(length, device=tokens.device), tokens.device
     everywhere, stream = at.expand(streams, heads, -1), torch.ones(streams, 1, 1, dtype=torch.int64, device=device)
     view = CacheView(
-        everywhere, everywhere, stream, seen.keys, seen.values, {}, stream * layer, torch.arange(heads, device=device)[:, None],
-        stream * length, len(model.layers), seed, rotation_of(model, layer),
-    )  # fmt: skip
+        everywhere,
+        everywhere,
+        stream,
+        seen.keys,
+        seen.values,
+        {},
+        stream * layer,
+        torch.arange(heads, device=device)[:, None],
+        stream * length,
+        len(model.layers),
+        seed,
+        rotation_of(model, layer),
+    )
     ids = tokens[:, None].expand(-1, heads, -1)
     written = Written(seen.keys, seen.values, view.position, ids, view.rotate, output_of(model, layer))
     sizes = HeadSizes(seen.queries.shape[2], dim, seen.values.shape[-1])
@@ -102,9 +112,11 @@ def _view(model: Model, layer: int, seen: Seen, tokens: Tensor, policy: Policy, 
         view.rank = torch.where(at <= t, at, length).expand(streams, heads, -1)
         view.position = torch.where(at <= t, at, -1).expand(streams, heads, -1)
         step = Attention(
-            weights=seen.weights[:, :, :, t], logits=seen.logits[:, :, :, t], queries=seen.queries[:, :, :, t],
+            weights=seen.weights[:, :, :, t],
+            logits=seen.logits[:, :, :, t],
+            queries=seen.queries[:, :, :, t],
             outputs=seen.outputs[:, :, :, t],
-        )  # fmt: skip
+        )
         for s, state in view.states.items():
             value = first[s]
             if s.per == "slot":

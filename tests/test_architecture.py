@@ -136,9 +136,11 @@ def attributes_set(function: ast.FunctionDef) -> set[str]:
     return {
         node.attr
         for node in ast.walk(function)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name) and node.value.id == own
-    }  # fmt: skip
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == own
+    }
 
 
 def test_no_attribute_is_born_outside_init():

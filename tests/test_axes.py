@@ -152,38 +152,71 @@ EVICT = [
 ]
 BAD = [
     *((f"{{name: h2o, evict: {evict}}}", {}, f"mine.yaml:8: evict: {said}") for evict, said in EVICT),
-    ("{name: h2o, capacity: {share: 0.5, count: al}}", {},
-     "mine.yaml:8: capacity: count is kv (K and V alone) or all, not {'share': 0.5, 'count': 'al'}"),
+    (
+        "{name: h2o, capacity: {share: 0.5, count: al}}",
+        {},
+        "mine.yaml:8: capacity: count is kv (K and V alone) or all, not {'share': 0.5, 'count': 'al'}",
+    ),
     ("{name: h2o, evict: {pages: 12}}", {}, "mine.yaml:5: h2o: capacity 8 doesn't make up whole pages of 12"),
     ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are kv, limit, positions"),
     ("{name: recompute_window, evict: {every: 2}}", {}, "mine.yaml:8: unknown key 'evict'; there are capacity"),
-    ("{name: h2o, evict: prompt}", {"task": ""},
-     "mine.yaml:8: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS"),
-    ("h2o", {"task": "", "capacity": "capacity: 8\nevict: prompt"},
-     "mine.yaml:6: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS"),
+    (
+        "{name: h2o, evict: prompt}",
+        {"task": ""},
+        "mine.yaml:8: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS",
+    ),
+    (
+        "h2o",
+        {"task": "", "capacity": "capacity: 8\nevict: prompt"},
+        "mine.yaml:6: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS",
+    ),
     ("h2o", {"task": ", prompt: 100"}, "mine.yaml:4: prompt 100 leaves nothing to score in a stream of 100 tokens"),
     ("h2o", {"task": ", prompt: 25, streams: 4"}, "mine.yaml:4: prompt 25 leaves nothing to score in a stream of 25 tokens"),
     ("h2o", {"task": ", prompt: 0"}, "mine.yaml:4: prompt: Input should be greater than or equal to 1, not 0"),
-    ("h2o", {"task": ", prompt: 40, evict: prompt"},
-     "mine.yaml:4: evict: prompt, but the suite's policies evict: step; add it to the suite's evict"),
-    ("h2o", {"task": ", evict: [every]"},
-     "mine.yaml:4: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not ['every']"),
+    (
+        "h2o",
+        {"task": ", prompt: 40, evict: prompt"},
+        "mine.yaml:4: evict: prompt, but the suite's policies evict: step; add it to the suite's evict",
+    ),
+    (
+        "h2o",
+        {"task": ", evict: [every]"},
+        "mine.yaml:4: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not ['every']",
+    ),
     ("h2o", {"capacity": "capacity: {share: 0}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
-    ("h2o", {"capacity": "capacity: {share: 1.5}"},
-     "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
-    ("h2o", {"capacity": "capacity: {share: 0.01}"},
-     "mine.yaml:5: capacity: 0.01 of a prompt of 40 tokens is less than one token"),
-    ("h2o", {"capacity": "capacity: {share: 0.5}", "task": ""},
-     "mine.yaml:5: capacity: a share of the prompt, but this task has no prompts of one known length; give tokens"),
-    ("{name: h2o, window: 30}", {"capacity": "capacity: {share: 0.5}"},
-     "mine.yaml:5: h2o: capacity 20 can't hold window 30 + at least 1 heavy hitter"),
+    (
+        "h2o",
+        {"capacity": "capacity: {share: 1.5}"},
+        "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1",
+    ),
+    (
+        "h2o",
+        {"capacity": "capacity: {share: 0.01}"},
+        "mine.yaml:5: capacity: 0.01 of a prompt of 40 tokens is less than one token",
+    ),
+    (
+        "h2o",
+        {"capacity": "capacity: {share: 0.5}", "task": ""},
+        "mine.yaml:5: capacity: a share of the prompt, but this task has no prompts of one known length; give tokens",
+    ),
+    (
+        "{name: h2o, window: 30}",
+        {"capacity": "capacity: {share: 0.5}"},
+        "mine.yaml:5: h2o: capacity 20 can't hold window 30 + at least 1 heavy hitter",
+    ),
     ("h2o", {"capacity": "capacity: {bytes: 1XiB}"}, "mine.yaml:5: capacity: bytes is a size such as 65536, 64KiB or 1.5MiB"),
-    ("h2o", {"capacity": "capacity: {bytes: 3}"},
-     "mine.yaml:5: capacity: 3 bytes, but the smallest cache of builtin:sink_2 takes"),
-    ("h2o", {"capacity": "capacity: {tokens: 3}"},
-     "mine.yaml:5: capacity: expected tokens, {share: OF_PROMPT} or {bytes: SIZE}, not {'tokens': 3}"),
+    (
+        "h2o",
+        {"capacity": "capacity: {bytes: 3}"},
+        "mine.yaml:5: capacity: 3 bytes, but the smallest cache of builtin:sink_2 takes",
+    ),
+    (
+        "h2o",
+        {"capacity": "capacity: {tokens: 3}"},
+        "mine.yaml:5: capacity: expected tokens, {share: OF_PROMPT} or {bytes: SIZE}, not {'tokens': 3}",
+    ),
     ("h2o", {"capacity": "capacity: many"}, "mine.yaml:5: capacity: Input should be a valid integer, {share: OF_PROMPT}"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("entry", "changes", "said"), BAD)
@@ -231,8 +264,10 @@ def test_a_share_asks_the_codec_and_is_one_of_the_prompts_bytes(tmp_path, kv, co
         assert cell.capacity == 24
     assert (cell.capacity > 24) == (kv != "dtype")
     state = shape.heads * shape.layers * 8 if count == "all" else 0
-    taken = [shape.kv_bytes(n - 1, 1, 4, cell.kv) + state + (16 * n * shape.heads * shape.layers if state else 0)
-             for n in (cell.capacity, cell.capacity + 1)]  # fmt: skip
+    taken = [
+        shape.kv_bytes(n - 1, 1, 4, cell.kv) + state + (16 * n * shape.heads * shape.layers if state else 0)
+        for n in (cell.capacity, cell.capacity + 1)
+    ]
     assert taken[0] <= 24 * shape.heads * shape.layers * shape.head_dim * 2 * 4 < taken[1]
 
 

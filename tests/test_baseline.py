@@ -117,9 +117,17 @@ def anothers_yaml(folder):
 
 
 PRECIOUS = [
-    notes, file, link_to_a_file, link_to_notes, records_without_a_baseline, baseline_with_a_note, baseline_with_a_record_more,
-    baseline_with_an_empty_folder, baseline_with_a_link, anothers_yaml,
-]  # fmt: skip
+    notes,
+    file,
+    link_to_a_file,
+    link_to_notes,
+    records_without_a_baseline,
+    baseline_with_a_note,
+    baseline_with_a_record_more,
+    baseline_with_an_empty_folder,
+    baseline_with_a_link,
+    anothers_yaml,
+]
 
 
 @pytest.mark.parametrize("there", PRECIOUS, ids=lambda f: f.__name__)
@@ -223,15 +231,26 @@ BAND = {"ratio": 1.0, "low": 0.9, "high": 1.1, "runs": 8}
 @pytest.mark.parametrize(
     "change",
     [
-        {"suite": 5}, {"suite": None}, {"charm": 1}, {"options": {"charm": 1}}, {"options": {"threads": "many"}}, {"options": 3},
-        {"options": {"threads": 0}}, {"bands": {"a": BAND | {"ratio": float("nan")}}}, {"bands": {"a": BAND | {"low": 2.0}}},
-        {"bands": {"a": BAND | {"high": float("inf")}}}, {"bands": {"a": 3}}, {"bands": [1]}, {"cells": {}}, {"cells": {"a": 3}},
+        {"suite": 5},
+        {"suite": None},
+        {"charm": 1},
+        {"options": {"charm": 1}},
+        {"options": {"threads": "many"}},
+        {"options": 3},
+        {"options": {"threads": 0}},
+        {"bands": {"a": BAND | {"ratio": float("nan")}}},
+        {"bands": {"a": BAND | {"low": 2.0}}},
+        {"bands": {"a": BAND | {"high": float("inf")}}},
+        {"bands": {"a": 3}},
+        {"bands": [1]},
+        {"cells": {}},
+        {"cells": {"a": 3}},
         {"cells": {"a": {"status": "ok", "record": "../../x", "sha256": "0" * 64}}},
         {"cells": {"a": {"status": "ok", "record": "/etc/passwd", "sha256": "0" * 64}}},
         {"cells": {"a": {"status": "ok", "record": "gone.json", "sha256": "0" * 64}}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_mistake_in_baseline_yaml_is_one_line_and_no_regression(change, folder, capsys):
     value = yaml.safe_load((folder / FILE).read_text()) | change
     (folder / FILE).write_text(yaml.safe_dump(value))

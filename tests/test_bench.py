@@ -98,9 +98,19 @@ def test_blocks_and_token_by_token_give_the_same_trace(ran, model_dir, text_dir,
 def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_dir):
     (tmp_path / "mine.py").write_text(POLICY)
     done = bench(
-        "run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "mine.py:Newest", "--policy", "window",
-        "--json", cwd=tmp_path,
-    )  # fmt: skip
+        "run",
+        "smoke",
+        "--model",
+        model_dir,
+        "--data",
+        text_dir,
+        "--policy",
+        "mine.py:Newest",
+        "--policy",
+        "window",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     mine, window = json.loads(done.stdout)
     assert mine["cell"]["policy"] == "mine.py:Newest"
@@ -190,10 +200,26 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(tmp_path, model_dir, tex
 @pytest.mark.slow("processes of its own")
 def test_ctrl_c_loses_only_the_cell_in_flight(tmp_path, model_dir, text_dir):
     command = [
-        sys.executable, "-m", "kvbench", "run", "smoke", "--model", str(model_dir), "--data", str(text_dir), "--block", "1",
-        "--policy", "window", "--policy", "{name: sink_window, capacity: [32, 33, 34, 35, 36, 37, 38, 39, 40]}", "--threads", "1",
-        "--set", "tokens=2000",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "kvbench",
+        "run",
+        "smoke",
+        "--model",
+        str(model_dir),
+        "--data",
+        str(text_dir),
+        "--block",
+        "1",
+        "--policy",
+        "window",
+        "--policy",
+        "{name: sink_window, capacity: [32, 33, 34, 35, 36, 37, 38, 39, 40]}",
+        "--threads",
+        "1",
+        "--set",
+        "tokens=2000",
+    ]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  # jobs in the background don't
     running = subprocess.Popen(
@@ -236,8 +262,12 @@ def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, 
 def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
     """A reader that closes the pipe gets no error message."""
     done = subprocess.run(
-        f"{sys.executable} -m kvbench {args} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True,
+        f"{sys.executable} -m kvbench {args} {closed}",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
+    )
     assert done.returncode == code
     assert "Traceback" not in done.stdout + done.stderr

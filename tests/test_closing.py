@@ -26,9 +26,13 @@ def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
     """A record of questions, with a digit each."""
     right = outcomes.count("1")
     metrics = {
-        "questions": len(outcomes), "right": right, "accuracy": right / max(1, len(outcomes)), "outcomes": outcomes,
-        "in_cache": {}, "kv_bytes": 40960 if capacity is None else 640,
-    }  # fmt: skip
+        "questions": len(outcomes),
+        "right": right,
+        "accuracy": right / max(1, len(outcomes)),
+        "outcomes": outcomes,
+        "in_cache": {},
+        "kv_bytes": 40960 if capacity is None else 640,
+    }
     cell = record(policy, capacity).cell.as_json() | {"task": {"name": "streameval", "distance": 1}}
     streams = {"streams": len(outcomes)}  # a question each
     return record(policy, capacity, **({"cell": cell, "metrics": metrics, "data": record().data.as_json() | streams} | changes))

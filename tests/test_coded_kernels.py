@@ -49,7 +49,7 @@ def model_with(dims: int, group: int, dtype: torch.dtype = torch.float32, **opti
 
 def refuse_unequal(
     model: Model, policy: Policy, mode: str, capacity: int, tokens: int, codec: Codec, most: float = 0.2, block: int = 1
-) -> None:  # fmt: skip
+) -> None:
     """Each layer, given the same query, key and value, attends alike, up to `most` roundings, and keeps the same tokens."""
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, 12, kv=codec)
     fast, plain = CachedDecoder(model, config, method=BY_KERNEL), CachedDecoder(model, config, method=PLAIN_WALK)
@@ -80,10 +80,17 @@ def test_the_kernel_reads_what_is_decoded_plainly(policy, codec):
 @pytest.mark.slow("many drawn cases")
 @settings(max_examples=25)
 @given(
-    policy=st.sampled_from(POLICIES), mode=st.sampled_from(MODES), capacity=st.integers(8, 30), tokens=st.integers(1, 40),
-    name=st.sampled_from(NAMES), group=st.sampled_from([4, 8, 16, 32]), sinks=st.integers(0, 5), recent=st.integers(0, 20),
-    dims=st.sampled_from([16, 32, 96]), queries=st.sampled_from([1, 3]),
-)  # fmt: skip
+    policy=st.sampled_from(POLICIES),
+    mode=st.sampled_from(MODES),
+    capacity=st.integers(8, 30),
+    tokens=st.integers(1, 40),
+    name=st.sampled_from(NAMES),
+    group=st.sampled_from([4, 8, 16, 32]),
+    sinks=st.integers(0, 5),
+    recent=st.integers(0, 20),
+    dims=st.sampled_from([16, 32, 96]),
+    queries=st.sampled_from([1, 3]),
+)
 def test_any_coded_step_is_the_plain_one(policy, mode, capacity, tokens, name, group, sinks, recent, dims, queries):
     refuse_unequal(model_with(dims, queries), policy, mode, capacity, tokens, Codec(name, group, sinks, recent))
 
@@ -105,9 +112,10 @@ def test_a_token_is_coded_as_plain_code_does_digit_for_digit(codec, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("policy", "evict"), [(Dense(), 1), (H2O(), 1), (SinkWindow(2), 5), (SnapKV(window=4), "prompt")],
+    ("policy", "evict"),
+    [(Dense(), 1), (H2O(), 1), (SinkWindow(2), 5), (SnapKV(window=4), "prompt")],
     ids=["dense", "h2o", "every 5", "prompt"],
-)  # fmt: skip
+)
 def test_single_tokens_of_a_coded_cache_are_read_by_the_kernel(policy, evict, dtype):
     """In 16 bits of a model whose scores are small: plain code rounds them to its dtype, the kernel doesn't."""
     config = CacheConfig(policy, 32 if policy.evicts else None, evict=evict, kv=Codec("int8", recent=4))

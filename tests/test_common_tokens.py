@@ -61,8 +61,9 @@ def test_rows_of_a_question_are_over_the_tokens_after_filling_and_a_strided_one_
     (question,) = feed(records)["questions"]
     (recompute,) = question["references"]
     assert {row["policy"]: of_row(row) for row in question["budgets"][0]["rows"]} == {
-        "h2o": expected(-0.1, FILLED), "window": expected(0.1, FILLED),
-    }  # fmt: skip
+        "h2o": expected(-0.1, FILLED),
+        "window": expected(0.1, FILLED),
+    }
     thinned = expected(0.0, WANTED & FILLED)
     assert (of_row(recompute), recompute["stride"]) == (thinned, STRIDE)
 
@@ -70,8 +71,10 @@ def test_rows_of_a_question_are_over_the_tokens_after_filling_and_a_strided_one_
 def test_a_strided_reference_changes_no_rank_no_perplexity_and_no_loss_to_dense():
     noise = np.random.default_rng(2).normal(0, 1, (2, TOKENS + 1)) * FILLED * 20  # two rows that a sixteenth can't tell apart
     noise -= noise[:, ALL].mean(1, keepdims=True) * FILLED
-    caches = [read(name, (worse + off) * FILLED, capacity=CAPACITY, streams=25) for name, worse, off in
-              zip(("lambda", "sink_window"), (1.0, 1.5), noise, strict=True)]  # fmt: skip
+    caches = [
+        read(name, (worse + off) * FILLED, capacity=CAPACITY, streams=25)
+        for name, worse, off in zip(("lambda", "sink_window"), (1.0, 1.5), noise, strict=True)
+    ]
     dense, strided = read("dense", 0.0, 25, capacity=None), read("recompute_window", 0.0, 25, capacity=CAPACITY)
     without, beside = (feed([dense, *caches, *more])["questions"][0] for more in ([], [strided]))
     assert beside["budgets"][0]["finding"] == without["budgets"][0]["finding"]

@@ -34,9 +34,16 @@ def only(found, metric):
 
 @pytest.mark.parametrize(
     ("low", "high", "margin", "expected"),
-    [(0.1, 0.2, 0.01, "worse"), (-0.2, -0.1, 0.01, "better"), (-0.001, 0.002, 0.01, "same"), (0.001, 0.002, 0.01, "same"),
-     (-0.1, 0.2, 0.01, "can't tell"), (0.005, 0.02, 0.01, "worse"), (None, None, 0.01, "can't tell")],
-)  # fmt: skip
+    [
+        (0.1, 0.2, 0.01, "worse"),
+        (-0.2, -0.1, 0.01, "better"),
+        (-0.001, 0.002, 0.01, "same"),
+        (0.001, 0.002, 0.01, "same"),
+        (-0.1, 0.2, 0.01, "can't tell"),
+        (0.005, 0.02, 0.01, "worse"),
+        (None, None, 0.01, "can't tell"),
+    ],
+)
 def test_verdicts_follow_the_interval_and_the_margin(low, high, margin, expected):
     assert judge_interval(low, high, margin) == expected
     flipped = {"worse": "better", "better": "worse"}.get(expected, expected)
@@ -213,9 +220,14 @@ def test_a_git_revision_is_a_source(folders, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "says"), [("gone", "after", "not a file, folder"), ("--", "after", ""), ("after", "empty", "no records"),
-     ("before", "other", "no cell in common")],
-)  # fmt: skip
+    ("a", "b", "says"),
+    [
+        ("gone", "after", "not a file, folder"),
+        ("--", "after", ""),
+        ("after", "empty", "no records"),
+        ("before", "other", "no cell in common"),
+    ],
+)
 def test_mistakes_are_one_line(folders, capsys, monkeypatch, a, b, says):
     monkeypatch.chdir(folders)
     (folders / "empty").mkdir()

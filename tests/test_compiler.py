@@ -93,9 +93,12 @@ def test_a_damaged_library_is_never_opened_and_built_again(cache, tmp_path, open
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     content = {
-        "empty": b"", "truncated": whole[: len(whole) // 2], "garbage": b"\x7fELF" + bytes(range(256)) * 40,
-        "foreign": compiled_by_cc(FOREIGN, tmp_path / "foreign.so"), "one bit": bytes(flipped),
-    }[damage]  # fmt: skip
+        "empty": b"",
+        "truncated": whole[: len(whole) // 2],
+        "garbage": b"\x7fELF" + bytes(range(256)) * 40,
+        "foreign": compiled_by_cc(FOREIGN, tmp_path / "foreign.so"),
+        "one bit": bytes(flipped),
+    }[damage]
     put(library, content)
     opened.clear()
     assert build().function is not None

@@ -50,7 +50,7 @@ def test_logits_of_right_code_differ(chaotic):
     ("config", "blocks", "step"),
     [(SINKS, "closed form", "compiled"), (LOOKS, "compiled walk", "compiled"), (CODED, "walk", "compiled")],
     ids=["closed form", "compiled walk", "coded"],
-)  # fmt: skip
+)
 def test_right_code_is_accepted(chaotic, config, blocks, step):
     check = fast_method(chaotic, config)
     assert (check.blocks, check.step, check.refused) == (blocks, step, "")

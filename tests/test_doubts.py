@@ -110,9 +110,14 @@ def answered(policy, outcomes="", scores=None, **metrics):
     """A record of questions that are right or wrong, or have scores."""
     count = len(scores or outcomes)
     figures = {
-        "questions": count, "requests": count, "over_capacity": 0 if policy == "dense" else count, "metric": "acc", "score": 0.0,
-        "kv_held_bytes": 1000 if policy == "dense" else 400, **metrics,
-    }  # fmt: skip
+        "questions": count,
+        "requests": count,
+        "over_capacity": 0 if policy == "dense" else count,
+        "metric": "acc",
+        "score": 0.0,
+        "kv_held_bytes": 1000 if policy == "dense" else 400,
+        **metrics,
+    }
     right = outcomes.count("1")
     figures |= {"right": right, "accuracy": right / count, "outcomes": outcomes} if outcomes else {"scores": scores}
     made = record(policy, None if policy == "dense" else 8)

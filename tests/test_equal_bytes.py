@@ -76,8 +76,11 @@ def test_the_front_is_the_best_of_all_smaller_caches_and_what_lost_too_much_is_n
     front, points = (layer["data"]["values"] for layer in over_bytes(equal, "name").spec["layer"])
     assert [point["share"] for point in points] == sorted(point["share"] for point in points)
     assert {(p["policy"], p["format"]) for p in points} == {
-        ("dense", "float32"), ("dense", "int8"), ("h2o", "float32"), ("h2o", "int8"),
-    }  # fmt: skip
+        ("dense", "float32"),
+        ("dense", "int8"),
+        ("h2o", "float32"),
+        ("h2o", "int8"),
+    }
     assert 1 / 8 not in {p["share"] for p in points if p["format"] == "float32"}  # 82 % are lost there
     assert [point["share"] for point in front] == [1 / 8, 1 / 4, 1 / 2, 1]
     assert set(draw([over_bytes(equal, "name")])) == {"name.svg", "name-dark.svg"}

@@ -74,9 +74,16 @@ WINDOWS = {"sliding_window": 9}
 
 @pytest.mark.parametrize(
     ("family", "given"),
-    [("llama", {}), ("gpt_neox", {"num_key_value_heads": None}), ("mistral", WINDOWS), ("gemma2", WINDOWS),
-     ("qwen2", {}), ("qwen2", WINDOWS | {"use_sliding_window": True, "max_window_layers": 1}), ("gpt_oss", WINDOWS)],
-)  # fmt: skip
+    [
+        ("llama", {}),
+        ("gpt_neox", {"num_key_value_heads": None}),
+        ("mistral", WINDOWS),
+        ("gemma2", WINDOWS),
+        ("qwen2", {}),
+        ("qwen2", WINDOWS | {"use_sliding_window": True, "max_window_layers": 1}),
+        ("gpt_oss", WINDOWS),
+    ],
+)
 def test_a_config_tells_the_bytes_that_the_model_takes(family, given):
     hf = tiny_model(family, **given)
     shape = shape_of(hf.config)

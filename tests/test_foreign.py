@@ -215,8 +215,11 @@ def test_a_suite_measures_a_contestant_once_as_it_does_dense(ran):
     assert not problems
     counts = Counter((r.cell.policy, r.cell.task.name) for r in records)
     assert {policy: n for (policy, task), n in counts.items() if task == "perplexity"} == {
-        "dense": 1, "sink_window": 4, "hf:DynamicCache": 1, "mine.py:Recent": 1,
-    }  # fmt: skip
+        "dense": 1,
+        "sink_window": 4,
+        "hf:DynamicCache": 1,
+        "mine.py:Recent": 1,
+    }
     of = {r.cell.policy: r for r in records if r.cell.task.name == "perplexity"}
     theirs, mine = of["hf:DynamicCache"], of["mine.py:Recent"]
     assert abs(theirs.metrics.nll - of["dense"].metrics.nll) < 1e-5

@@ -196,12 +196,18 @@ def memory(**metrics):
 
 @pytest.mark.parametrize(
     ("metrics", "check", "state"),
-    [({"peak_bytes": 7_000_000}, "memory", "regression"), ({"growth_bytes": 2_000_000}, "memory", "regression"),
-     ({"allocated_bytes": 400_000}, "memory", "regression"), ({"allocated_bytes": 200_000}, "memory", "better"),
-     ({"peak_bytes": 700_000}, "memory", "ok"), ({"growth_bytes": 0}, "memory", "ok"),
-     ({"flags": ["its peak rose by 9 bytes"]}, "flags", "regression"), ({"flags": ["unsettled: medians"]}, "flags", "ok"),
-     ({"how": "psutil"}, "memory", "not compared")],
-)  # fmt: skip
+    [
+        ({"peak_bytes": 7_000_000}, "memory", "regression"),
+        ({"growth_bytes": 2_000_000}, "memory", "regression"),
+        ({"allocated_bytes": 400_000}, "memory", "regression"),
+        ({"allocated_bytes": 200_000}, "memory", "better"),
+        ({"peak_bytes": 700_000}, "memory", "ok"),
+        ({"growth_bytes": 0}, "memory", "ok"),
+        ({"flags": ["its peak rose by 9 bytes"]}, "flags", "regression"),
+        ({"flags": ["unsettled: medians"]}, "flags", "ok"),
+        ({"how": "psutil"}, "memory", "not compared"),
+    ],
+)
 def test_memory_is_held(metrics, check, state):
     """Pages and allocators vary by some hundred KiB. A leak is larger."""
     findings = gate.check(([memory()], Path()), ([memory(**metrics)], Path()), {})
@@ -377,8 +383,14 @@ def test_of_a_score_of_few_questions_the_margin_decides_in_its_own_direction(hig
 def latency_run(ratio):
     """Records of dense and of h2o, with steps that take `ratio` times as long as dense's."""
     rounds = {"dense": 1.0, "h2o": ratio}
-    return [cell_record({"step_ms": ms, "rounds_ms": [ms] * 6, "forward_ms": [0.5] * 6, "together": "x"}, policy=name,
-                        task={"name": "latency"}) for name, ms in rounds.items()]  # fmt: skip
+    return [
+        cell_record(
+            {"step_ms": ms, "rounds_ms": [ms] * 6, "forward_ms": [0.5] * 6, "together": "x"},
+            policy=name,
+            task={"name": "latency"},
+        )
+        for name, ms in rounds.items()
+    ]
 
 
 def test_what_looks_slower_is_measured_again_and_two_of_three_decide():

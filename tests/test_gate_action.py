@@ -27,9 +27,12 @@ def run(name: str, folder: Path, stub: str, **environment: str) -> tuple[int, li
         (tools / tool).chmod(0o755)
     kept = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR")}
     where = {
-        "PATH": f"{tools}:{os.environ['PATH']}", "RUNNER_TEMP": str(folder), "GITHUB_STEP_SUMMARY": str(folder / "summary"),
-        "GITHUB_PATH": str(folder / "path"), "CALLS": str(folder / "calls"),
-    }  # fmt: skip
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "RUNNER_TEMP": str(folder),
+        "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+        "GITHUB_PATH": str(folder / "path"),
+        "CALLS": str(folder / "calls"),
+    }
     done = subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS[name]["run"]],
         env=kept | where | environment,

@@ -159,9 +159,15 @@ def test_sampled_texts_are_streams_of_their_own():
 @pytest.mark.parametrize("name", ["h2o", "snapkv prompt"])
 def test_a_beam_scores_what_its_text_scores_alone(name):
     out = plain().generate(
-        tokens_of(40), past_key_values=cache_of(name), num_beams=4, max_new_tokens=NEW, do_sample=False, length_penalty=0.0,
-        return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
+        tokens_of(40),
+        past_key_values=cache_of(name),
+        num_beams=4,
+        max_new_tokens=NEW,
+        do_sample=False,
+        length_penalty=0.0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     logprobs = logits_along(name, out.sequences, 40).log_softmax(-1).gather(-1, out.sequences[:, 40:, None])
     assert float(out.sequences_scores) == pytest.approx(float(logprobs.sum()), abs=1e-3)
 
@@ -198,11 +204,13 @@ def test_a_long_prompt_passes_the_model_in_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "kv"),
     [
-        ("dense", "int4"), ("dense", {"codec": "kivi2", "group": 8, "residual": 16}),
-        ("h2o", {"codec": "int2", "exempt": {"sinks": 2, "recent": 8}}), ("h2o every 16", "int8"),
+        ("dense", "int4"),
+        ("dense", {"codec": "kivi2", "group": 8, "residual": 16}),
+        ("h2o", {"codec": "int2", "exempt": {"sinks": 2, "recent": 8}}),
+        ("h2o every 16", "int8"),
         ("snapkv prompt", {"codec": "kivi4", "group": 8, "residual": 8}),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("fast", [False, True])
 def test_kv_is_an_axis(name, kv, fast):
     kept = cache_of(name, kv=kv, fast=fast)

@@ -173,7 +173,7 @@ def text_file(tmp_path: Path) -> Path:
         (lambda folder: write(folder / "tiny.gguf", split__count=3), r"is one of 3 parts: merge them first"),
         (lambda folder: write(folder / "tiny.gguf", llama__rope__scaling__type="yarn"), r"leaves out its RoPE scaling, 'yarn'"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_would_not_be_read_rightly_is_refused_in_one_line(tmp_path, make, message):
     file = make(tmp_path)
     for _ in range(2):

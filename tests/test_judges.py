@@ -75,20 +75,46 @@ KEYS, WORDS, SCBENCH = (TurnsOptions(data=data) for data in ("keys", "words", "s
 STREAMS = [
     # The first line without surrounding spaces, `<`, `>` and a full stop equals the number (docs/tasks/streameval.md).
     (
-        StreamEval, StreamEvalOptions(), "\n", "123",
+        StreamEval,
+        StreamEvalOptions(),
+        "\n",
+        "123",
         [" <123>\n", " <123>", "123\n", " 123.\n", " < 123 >\n", " <123>.\n"],
-        ["\n", " \n", "\n<123>\n", " the <123>\n", " <5> <123>\n", " <123> it is\n", " <123 123>\n", " <1234>\n", " <4123>\n",
-         " <12>\n", " <124>\n", " <023>\n", " <0123>\n", " <12 3>\n", " <321>\n", " <1,23>\n", " <124>\n <123>\n"],
+        [
+            "\n",
+            " \n",
+            "\n<123>\n",
+            " the <123>\n",
+            " <5> <123>\n",
+            " <123> it is\n",
+            " <123 123>\n",
+            " <1234>\n",
+            " <4123>\n",
+            " <12>\n",
+            " <124>\n",
+            " <023>\n",
+            " <0123>\n",
+            " <12 3>\n",
+            " <321>\n",
+            " <1,23>\n",
+            " <124>\n <123>\n",
+        ],
     ),
     # The first word of the first line, without punctuation, equals the label (docs/tasks/streameval.md).
     (
-        ArcStream, ArcStreamOptions(), "\n", "B",
+        ArcStream,
+        ArcStreamOptions(),
+        "\n",
+        "B",
         [" B\n", " B", " (B) sand\n", " B. Sand\n", "B) or C\n"],
         ["\n", " \n", "\nB\n", " b\n", " A or B\n", " The answer is B\n", " Bad\n", " AB\n", " -B\n", " A\n B\n"],
     ),
     # As StreamEval's (docs/tasks/turns.md).
     (
-        Turns, KEYS, "\n", "34",
+        Turns,
+        KEYS,
+        "\n",
+        "34",
         [" 34\n", "34\n", " 34"],
         ["\n", " 35\n", " 34 35\n", " 35 34\n", " 134\n", " 340\n", " 3 4\n", " the 34\n", " 43\n"],
     ),
@@ -96,11 +122,14 @@ STREAMS = [
     (Turns, WORDS, None, "5", [" 5"], [" 6", " 15", " 55", " L5", " 5 5"]),
     # The right string is anywhere in what was said, as SCBench has it (docs/tasks/turns.md).
     (
-        Turns, SCBENCH, None, "a1-b2",
+        Turns,
+        SCBENCH,
+        None,
+        "a1-b2",
         [" a1-b2", " The value is a1-b2.", " xa1-b2y", "\na1-b2\n", " c3, no: a1-b2"],
         [" ", " A1-B2", " a1-b", " a1 b2", " a1- b2", " b2-a1"],
     ),
-]  # fmt: skip
+]
 ANSWERS = [
     pytest.param(task, options, stop, completion, gold, completion in right, id=f"{task.__name__}, {gold}, {completion!r}")
     for task, options, stop, gold, right, wrong in STREAMS

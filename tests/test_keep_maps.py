@@ -101,10 +101,13 @@ def test_the_steps_of_evictions_are_those_seen_token_by_token(tmp_path, family, 
     ("policy", "block", "method"),
     [
         *((H2O(), *how) for how in ((1, EAGER), (7, FASTEST), (64, EAGER), (100, FASTEST), (100, TOKEN_BY_TOKEN))),
-        (SinkWindow(), 7, FASTEST), (SinkWindow(), 100, EAGER), (Dense(), 64, EAGER), (Random(), 100, FASTEST),
+        (SinkWindow(), 7, FASTEST),
+        (SinkWindow(), 100, EAGER),
+        (Dense(), 64, EAGER),
+        (Random(), 100, FASTEST),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, Policy) else None,
-)  # fmt: skip
+)
 def test_a_map_holds_what_was_kept_and_changes_no_number(tmp_path, policy, block, method):
     """Blocks end before, at and after the chosen steps, and are read in every way. Two streams, whose maps are told apart."""
     config, tokens = CacheConfig(policy, CAPACITY if policy.evicts else None), tokens_of(100, 2)

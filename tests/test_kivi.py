@@ -87,9 +87,13 @@ class KiviLists(WideLists):
 
 @settings(max_examples=25)
 @given(
-    name=st.sampled_from(["kivi4", "kivi2"]), group=st.sampled_from([4, 8]), groups=st.integers(1, 3), sizes=st.lists(
-        st.integers(1, 30), min_size=1, max_size=6), spread=st.sampled_from([0.0, 1e-6, 1.0, 1e4]), seed=st.integers(0, 99),
-)  # fmt: skip
+    name=st.sampled_from(["kivi4", "kivi2"]),
+    group=st.sampled_from([4, 8]),
+    groups=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    spread=st.sampled_from([0.0, 1e-6, 1.0, 1e4]),
+    seed=st.integers(0, 99),
+)
 def test_keys_and_values_are_read_as_the_authors_hold_them_exactly(name, group, groups, sizes, spread, seed):
     """In float32, whatever blocks they come in; and their bytes are the authors'."""
     codec, total, (rows, slots, dims) = Kivi(name, group, residual=groups * group), sum(sizes), (3, 192, 16)
@@ -138,9 +142,13 @@ def test_a_dense_cache_equals_the_authors_rule(codec, keys):
 @pytest.mark.slow("many drawn cases")
 @settings(max_examples=15)
 @given(
-    name=st.sampled_from(["kivi4", "kivi2"]), group=st.sampled_from([4, 8]), groups=st.integers(1, 3), length=st.integers(2, 60),
-    size=st.integers(2, 60), keys=st.sampled_from(["unrotated", "rotated"]),
-)  # fmt: skip
+    name=st.sampled_from(["kivi4", "kivi2"]),
+    group=st.sampled_from([4, 8]),
+    groups=st.integers(1, 3),
+    length=st.integers(2, 60),
+    size=st.integers(2, 60),
+    keys=st.sampled_from(["unrotated", "rotated"]),
+)
 def test_any_dense_cache_equals_the_authors_rule(name, group, groups, length, size, keys):
     refuse_unequal(Kivi(name, group, keys=keys, residual=groups * group), length, size)
 
@@ -169,9 +177,8 @@ def test_what_is_kept_of_a_prompt_is_coded_in_the_order_of_arrival(policy, codec
             for got, expected, end in ((ours.keys, theirs[0], block), (ours.values, theirs[1], max(0, last - codec.residual))):
                 torch.testing.assert_close(got[head, :end], expected[:end])  # the last step still reads the others as floats
             lists.held[at, head] = [
-                Held(p, torch.empty_like(k).index_copy_(0, order, k), v)
-                for p, k, v in zip(positions, *theirs, strict=True)
-            ]  # fmt: skip
+                Held(p, torch.empty_like(k).index_copy_(0, order, k), v) for p, k, v in zip(positions, *theirs, strict=True)
+            ]
             held += bytes_held(count, codec, model.layers[at].key_dim, 8)
     assert coded.held_bytes == held
     later = tokens[:, 40:]

@@ -118,7 +118,7 @@ def directory(request, model_dir):
     ("directory", "max_length", "fewshot"),
     [("random", None, None), ("builtin:sink_2", 100, None), ("builtin:vanilla", 700, 1)],
     indirect=["directory"],
-)  # fmt: skip
+)
 def test_dense_is_lm_evals_own_model(directory, max_length, fewshot):
     """Compares log-likelihoods, greedy flags, scores of whole texts and answers, also of truncated requests."""
     tasks = TASKS if fewshot is None else TASKS[:3]
@@ -173,9 +173,20 @@ def test_both_entrances_agree(records, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # asks pip and others for what is installed
     arguments = "pretrained=builtin:sink_2,policy=h2o,capacity=48,dtype=float32"
     code, out, err = bench(
-        capsys, "lm-eval", "--model_args", arguments, "--tasks", "kvbench_registers", "--limit", 24, "--device", "cpu",
-        "--output_path", tmp_path / "out", "--log_samples",
-    )  # fmt: skip
+        capsys,
+        "lm-eval",
+        "--model_args",
+        arguments,
+        "--tasks",
+        "kvbench_registers",
+        "--limit",
+        24,
+        "--device",
+        "cpu",
+        "--output_path",
+        tmp_path / "out",
+        "--log_samples",
+    )
     assert code == 0, err
     record = of(records[0], policy="h2o", tasks="kvbench_registers", prompt="stream")
     row = next(line.split("|") for line in out.splitlines() if "|acc " in line)
@@ -228,11 +239,17 @@ def test_records_are_compared_question_by_question(records):
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [("policy=h2o", "needs a capacity"), ("policy=h2o,capacity=64,sinks=3", "nor a parameter of h2o"),
-     ("policy=nonsense,capacity=64", "nonsense"), ("capacity=64", "takes no capacity"), ("prompt=backwards", "prompt"),
-     ("policy=sink_window,sinks=9,capacity=8", "can't hold"), ("policy=recompute_window,capacity=8,prompt=once", "no cache"),
-     ("prompt=truncate", "prompt_tokens")],
-)  # fmt: skip
+    [
+        ("policy=h2o", "needs a capacity"),
+        ("policy=h2o,capacity=64,sinks=3", "nor a parameter of h2o"),
+        ("policy=nonsense,capacity=64", "nonsense"),
+        ("capacity=64", "takes no capacity"),
+        ("prompt=backwards", "prompt"),
+        ("policy=sink_window,sinks=9,capacity=8", "can't hold"),
+        ("policy=recompute_window,capacity=8,prompt=once", "no cache"),
+        ("prompt=truncate", "prompt_tokens"),
+    ],
+)
 def test_what_is_wrong_is_said_in_one_line(arguments, says, capsys):
     with pytest.raises(UserError, match=says) as error:
         KVBench.create_from_arg_string(f"pretrained=builtin:sink_2,{arguments}", {"device": "cpu", "batch_size": 1})
@@ -262,9 +279,14 @@ def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_mod
 
 @pytest.mark.parametrize(
     ("metric", "value", "expected"),
-    [("acc", np.bool_(True), {"score": 1.0}), ("acc", 0, {"score": 0.0}), ("f1", np.float64(0.25), {"score": 0.25}),
-     ("perplexity", -2.5, {"score": -2.5, "weight": 1}), ("word_perplexity", (-30.0, 12), {"score": -30.0, "weight": 12})],
-)  # fmt: skip
+    [
+        ("acc", np.bool_(True), {"score": 1.0}),
+        ("acc", 0, {"score": 0.0}),
+        ("f1", np.float64(0.25), {"score": 0.25}),
+        ("perplexity", -2.5, {"score": -2.5, "weight": 1}),
+        ("word_perplexity", (-30.0, 12), {"score": -30.0, "weight": 12}),
+    ],
+)
 def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metric, value, expected):
     """lm-eval turns log-likelihoods into a perplexity. Pairs are compared by log-likelihood."""
     sample = {metric: value, "doc_id": 3, "doc": {}, "target": "x", "resps": [[(-1.0, True)]]}
@@ -326,7 +348,7 @@ def unlike(a, b) -> float:
     "settings",
     [{"temperature": 0.8, "top_k": 0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.2, "top_p": 0.6, "top_k": 0}],
     ids=str,
-)  # fmt: skip
+)
 def test_answers_are_drawn_from_the_distribution_of_lm_evals_own_model(settings):
     """Shares of 200 answers to each of five prompts, by a test that another temperature fails."""
     directory = model_directory("builtin:vanilla", None, False)
@@ -404,10 +426,22 @@ def test_lm_evals_own_command_draws_the_same_answers(capsys, tmp_path, monkeypat
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # asks pip and others for what is installed
     (record, _), _, _ = sampled(tmp_path, "sample_seed=3")
     code, _, err = bench(
-        capsys, "lm-eval", "--model_args", "pretrained=builtin:sink_2,dtype=float32,sample_seed=3", "--tasks",
-        "kvbench_cloze_said", "--limit", 24, "--device", "cpu", "--output_path", tmp_path / "out", "--log_samples",
-        "--gen_kwargs", "do_sample=true,temperature=2.0,max_gen_toks=4",
-    )  # fmt: skip
+        capsys,
+        "lm-eval",
+        "--model_args",
+        "pretrained=builtin:sink_2,dtype=float32,sample_seed=3",
+        "--tasks",
+        "kvbench_cloze_said",
+        "--limit",
+        24,
+        "--device",
+        "cpu",
+        "--output_path",
+        tmp_path / "out",
+        "--log_samples",
+        "--gen_kwargs",
+        "do_sample=true,temperature=2.0,max_gen_toks=4",
+    )
     assert code == 0, err
     (file,) = (tmp_path / "out").rglob("samples_*.jsonl")
     said = {line["doc_id"]: line["resps"][0][0] for line in map(json.loads, file.read_text().splitlines())}

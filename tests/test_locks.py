@@ -53,8 +53,15 @@ def test_the_lock_of_a_process_that_ended_here_is_taken_over_and_that_of_another
         pass
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Denied", "a\nb"),
-                                   TimeoutError("timed out"), OSError()])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        PermissionError(errno.EACCES, "Denied", "a\nb"),
+        TimeoutError("timed out"),
+        OSError(),
+    ],
+)
 def test_an_error_of_the_users_disk_or_network_is_one_line(error, tmp_path, monkeypatch, capsys):
     def acquire(*_, **__):
         raise error

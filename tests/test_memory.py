@@ -41,9 +41,12 @@ def growth() -> dict[str, int]:
     """Bytes by which a process's peak grows from token 1,000 to the last, for each policy."""
     asked = json.dumps({**dict.fromkeys(BOUNDED, 8_000), "dense": 30_000})
     done = subprocess.run(
-        [sys.executable, "-c", CODE, asked], capture_output=True, text=True,
-        cwd=Path(__file__).parent, env={"PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
+        [sys.executable, "-c", CODE, asked],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env={"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
     assert done.returncode == 0, done.stderr
     return dict(map(json.loads, done.stdout.splitlines()))
 

@@ -192,9 +192,13 @@ def test_its_process_ends_with_the_run_that_is_killed(number, order):
     Path("run.py").write_text(RUN)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, "run.py", "order"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "run.py", "order"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    ) as run_:  # fmt: skip
+    ) as run_:
         started, process = time.monotonic(), []
         while not process and time.monotonic() < started + 120:
             time.sleep(0.05)

@@ -392,10 +392,15 @@ def indexes_by_a_list(rows: Rows, rank, step, now) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        reads_a_number, branches_on_a_tensor, indexes_by_a_mask, forgets_the_device, copies_from_the_host,
-        asks_the_host_for_a_number, indexes_by_a_list,
+        reads_a_number,
+        branches_on_a_tensor,
+        indexes_by_a_mask,
+        forgets_the_device,
+        copies_from_the_host,
+        asks_the_host_for_a_number,
+        indexes_by_a_list,
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("size", [1, 20])
 def test_sabotage_of_the_step_is_noticed(monkeypatch, fault, size):
     """Each does something that a step must not do, and that goes unnoticed on the CPU."""

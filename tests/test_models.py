@@ -18,11 +18,16 @@ pytestmark = pytest.mark.fast
 
 
 REFUSED = {
-    "bloom": "AttentionInterface", "codegen": "AttentionInterface", "falcon": "AttentionInterface",
-    "gemma3n_text": "share K and V", "gemma4_text": "share K and V", "gptj": "AttentionInterface", "llama4_text": "differ",
+    "bloom": "AttentionInterface",
+    "codegen": "AttentionInterface",
+    "falcon": "AttentionInterface",
+    "gemma3n_text": "share K and V",
+    "gemma4_text": "share K and V",
+    "gptj": "AttentionInterface",
+    "llama4_text": "differ",
     "mpt": "AttentionInterface",
     "qwen3_next": "AttentionInterface",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,11 +125,17 @@ def test_the_window_is_put_back_after_the_check():
     "rope",
     [
         {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0, "rope_theta": 10000.0,
-         "original_max_position_embeddings": 64},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "factor": 4.0,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+        },
     ],
     ids=lambda r: r["rope_type"],
-)  # fmt: skip
+)
 def test_rope_that_depends_on_the_longest_position_needs_a_declared_length(rope):
     hf = tiny_model("llama", rope_parameters=rope)
     with pytest.raises(UnsupportedModelError, match="rope_length"):
@@ -139,11 +150,17 @@ def test_rope_that_depends_on_the_longest_position_needs_a_declared_length(rope)
     [
         {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
         {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
-         "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+        },
     ],
     ids=lambda r: r["rope_type"],
-)  # fmt: skip
+)
 def test_scaled_rope_types_pass(rope):
     assert check(adopt(tiny_model("llama", rope_parameters=rope))) <= 1
 

@@ -112,8 +112,11 @@ def test_two_workers_give_what_this_process_gives(local_ray, folder):
 
 def test_a_worker_that_dies_takes_its_cell_with_it_and_nothing_else(local_ray, folder):
     (folder / "once").touch()
-    request = on_ray(policies=[f"{{name: 'deadly.py:Deadly', file: {folder / 'once'}}}", "deadly.py:Deadly", "window"],
-                     settings=["tokens=100"], model="builtin:sink_1")  # fmt: skip
+    request = on_ray(
+        policies=[f"{{name: 'deadly.py:Deadly', file: {folder / 'once'}}}", "deadly.py:Deadly", "window"],
+        settings=["tokens=100"],
+        model="builtin:sink_1",
+    )
     cells = [cell for cell in request.cells() if cell.task.name == "perplexity"]
     once, always, window = request.measure(folder / "r", cells, progress=False)
     assert once.status == window.status == "ok"

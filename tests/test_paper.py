@@ -10,9 +10,13 @@ from kvbench.harness.report import paper
 
 def sink(sinks: int, perplexity: float, **changes):
     what = {
-        "suite": "sinks-pythia", "model": "EleutherAI/pythia-12b", "policy": "sink_window", "capacity": 2048,
-        "parameters": {"sinks": sinks, "window": 2048 - sinks}, "task": {"name": "perplexity", "tokens": 400000},
-    }  # fmt: skip
+        "suite": "sinks-pythia",
+        "model": "EleutherAI/pythia-12b",
+        "policy": "sink_window",
+        "capacity": 2048,
+        "parameters": {"sinks": sinks, "window": 2048 - sinks},
+        "task": {"name": "perplexity", "tokens": 400000},
+    }
     return cell_record({"perplexity": perplexity}, **(what | changes))
 
 
@@ -28,10 +32,16 @@ def test_ours_stands_in_its_cell_with_the_difference():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"capacity": 1024}, {"positions": "stream"}, {"seed": 1}, {"task": {"name": "perplexity", "tokens": 4000}},
-     {"task": {"name": "perplexity", "tokens": 400000, "newlines": 4}}, {"policy": "window"}],
+    [
+        {"capacity": 1024},
+        {"positions": "stream"},
+        {"seed": 1},
+        {"task": {"name": "perplexity", "tokens": 4000}},
+        {"task": {"name": "perplexity", "tokens": 400000, "newlines": 4}},
+        {"policy": "window"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_another_cell_is_not_taken_for_the_papers(changes):
     page = paper.render([sink(4, 1.2345, **changes)]).text
     row = next(line for line in page.splitlines() if line.startswith("| Pythia-12B (2048)"))

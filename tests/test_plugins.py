@@ -81,11 +81,14 @@ class Crashes(Window):
 def package(tmp_path, monkeypatch) -> Path:
     """An installed package with six policies. One can be used, and one has the name of one of ours."""
     files = {
-        "theirs_fails.py": "import torch\ntorch.no_such_thing\n", "theirs_exits.py": "raise SystemExit(3)\n", "theirs.py": THEIRS,
-        "theirs_commands.py": THEIR_COMMANDS, "theirs_model.py": THEIR_MODEL,
+        "theirs_fails.py": "import torch\ntorch.no_such_thing\n",
+        "theirs_exits.py": "raise SystemExit(3)\n",
+        "theirs.py": THEIRS,
+        "theirs_commands.py": THEIR_COMMANDS,
+        "theirs_model.py": THEIR_MODEL,
         "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",
         "theirs-1.0.dist-info/entry_points.txt": ENTRIES,
-    }  # fmt: skip
+    }
     (tmp_path / "theirs-1.0.dist-info").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)

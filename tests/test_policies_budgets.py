@@ -434,10 +434,19 @@ def shuffled(policy: Policy, view: CacheView) -> tuple[torch.Tensor, torch.Tenso
         return filled[:, :, order]
 
     moved = CacheView(
-        spread(view.rank, slots), spread(view.position, -1), view.step, spread(view.keys, 9), spread(view.values, 9),
+        spread(view.rank, slots),
+        spread(view.position, -1),
+        view.step,
+        spread(view.keys, 9),
+        spread(view.values, 9),
         {s: spread(x, 0.7) if s.per == "slot" else x for s, x in view.states.items()},
-        view.layer, view.head, view.prompt, view.num_layers, view.seed, view.rotate,
-    )  # fmt: skip
+        view.layer,
+        view.head,
+        view.prompt,
+        view.num_layers,
+        view.seed,
+        view.rotate,
+    )
     held = order < slots - empty
     made = policy.importance(moved)
     assert not made.isnan().any()
@@ -517,8 +526,10 @@ def test_fastgen_keeps_the_first_kind_that_is_enough(seed, policy):
 def test_fastgens_above_take_every_kind():
     kinds = {
         fastgen_kind(weights(seed, layer, b, h), tokens(seed, LENGTH)[b].tolist(), policy)[0]
-        for policy in FASTGENS for seed in SEEDS for b, layer, h in heads()
-    }  # fmt: skip
+        for policy in FASTGENS
+        for seed in SEEDS
+        for b, layer, h in heads()
+    }
     assert kinds == {0, 1, 2, 3, 4}
 
 

@@ -85,11 +85,18 @@ class Undeclared(Policy):
 @pytest.mark.parametrize(
     ("kind", "word"),
     [
-        (Half, "expected"), (Everything, "+inf"), (Dice, "uniform"), (Vandal, "changed in place"), (BySlot, "order of slots"),
-        (SecretlyHead, "declare scope 'head'"), (SecretlyLayer, "declare scope 'layer'"), (Nan, "NaN"),
-        (Careless, "changed in place"), (Undeclared, "not in the policy's"),
+        (Half, "expected"),
+        (Everything, "+inf"),
+        (Dice, "uniform"),
+        (Vandal, "changed in place"),
+        (BySlot, "order of slots"),
+        (SecretlyHead, "declare scope 'head'"),
+        (SecretlyLayer, "declare scope 'layer'"),
+        (Nan, "NaN"),
+        (Careless, "changed in place"),
+        (Undeclared, "not in the policy's"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(kind, word, monkeypatch):
     monkeypatch.setattr(plugins, "policy_class", lambda name: kind)
     problems = [f.problem for f in policy_check.check("theirs", capacities=[16]).findings]
@@ -195,11 +202,17 @@ def test_a_policy_that_breaks_a_rule_only_later_is_refused(kind, word):
 @pytest.mark.parametrize(
     ("kind", "capacity", "word"),
     [
-        (Dice, 32, "uniform"), (Near, 8, "+inf as soon as the cache is full"), (Nan, 32, "NaN"), (Half, 32, "expected"),
-        (Vandal, 32, "changed in place"), (Careless, 32, "changed in place"), (SecretlyHead, 32, "declare scope 'head'"),
-        (Saturating, 6, "+inf 42 tokens after the cache is full"), (BySlot, 32, "order of slots"),
+        (Dice, 32, "uniform"),
+        (Near, 8, "+inf as soon as the cache is full"),
+        (Nan, 32, "NaN"),
+        (Half, 32, "expected"),
+        (Vandal, 32, "changed in place"),
+        (Careless, 32, "changed in place"),
+        (SecretlyHead, 32, "declare scope 'head'"),
+        (Saturating, 6, "+inf 42 tokens after the cache is full"),
+        (BySlot, 32, "order of slots"),
     ],
-)  # fmt: skip
+)
 def test_a_policy_that_breaks_a_rule_is_refused(kind, capacity, word):
     with pytest.raises(UserError) as refused:
         refuse_if_broken("my.py:Mine", kind(), capacity, torch.device("cpu"))

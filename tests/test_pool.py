@@ -92,9 +92,15 @@ def test_any_heads_pages_capacity_prompt_and_batch_equal_the_lists(data):
         logits = step_by_step(read, tokens[:, prompt:], size)
     for stream in range(streams):
         reference = run(
-            model, tokens[stream : stream + 1], mode=mode, limit=12, worth=of_lists, table=even(capacity, 2, heads), floor=floor,
+            model,
+            tokens[stream : stream + 1],
+            mode=mode,
+            limit=12,
+            worth=of_lists,
+            table=even(capacity, 2, heads),
+            floor=floor,
             prompt=prompt,
-        )  # fmt: skip
+        )
         assert [layer[stream] for layer in read.kept()] == reference.kept[-1]
         torch.testing.assert_close(logits[stream : stream + 1], reference.logits[:, prompt:], atol=BY_FAMILY, rtol=0)
 

@@ -131,11 +131,20 @@ def publish_zeroshot():
             asked = f"{text}Question: What is #{key}?"
             choices, hidden = {"text": texts, "label": list("ABCD")}, split == "test"  # whose answers are not published
             rows["arc"].append({"id": f"M_{number}", "question": asked, "choices": choices, "answerKey": "ABCD"[right]})
-            rows["hellaswag"].append({
-                "ind": number, "activity_label": "Reading", "ctx_a": f"{asked}\nAnswer:", "ctx_b": "", "ctx": "",
-                "endings": texts, "source_id": "activitynet~v_x", "split": split, "split_type": "indomain",
-                "label": "" if hidden else str(right),
-            })  # fmt: skip
+            rows["hellaswag"].append(
+                {
+                    "ind": number,
+                    "activity_label": "Reading",
+                    "ctx_a": f"{asked}\nAnswer:",
+                    "ctx_b": "",
+                    "ctx": "",
+                    "endings": texts,
+                    "source_id": "activitynet~v_x",
+                    "split": split,
+                    "split_type": "indomain",
+                    "label": "" if hidden else str(right),
+                }
+            )
             rows["lambada"].append({"text": f"{asked}\nAnswer: {value}"})
             rows["openbookqa"].append(
                 {"id": f"7-{number}", "question_stem": f"{asked}\nAnswer:", "choices": choices, "answerKey": "ABCD"[right]}
@@ -203,10 +212,18 @@ def test_longbench_is_scored_as_by_hand_and_read_in_the_ways_of_its_suite(name, 
     pytest.importorskip("jieba", reason="needs lm-eval's extra: pip install 'lm-eval[longbench]'")
     contexts = [Prose(number).text(600) for number in range(3)]
     rows = [
-        {"question": f"Which one is {i}?", "context": text, "answers": ["bread", GOLD], "length": 100, "dataset": name,
-         "language": "en", "all_classes": None, "_id": f"{i}"}
+        {
+            "question": f"Which one is {i}?",
+            "context": text,
+            "answers": ["bread", GOLD],
+            "length": 100,
+            "dataset": name,
+            "language": "en",
+            "all_classes": None,
+            "_id": f"{i}",
+        }
         for i, text in enumerate(contexts)
-    ]  # fmt: skip
+    ]
     publish(Path("Xnhyacinth/LongBench"), name, {f"{name}/test-00000-of-00001.parquet": rows})
     prompts = answering(monkeypatch, lambda text, _: next(s for s, c in zip(SAID, contexts, strict=True) if c in text))
     Path("longbench.yaml").write_text(find("longbench").read_text().replace("3500", "64").replace("1750", "32"))
@@ -274,20 +291,42 @@ def ruler(hub, monkeypatch):
     }  # six million pairs otherwise
     monkeypatch.setattr(wonderwords, "RandomWord", lambda: SimpleNamespace(_categories=words))
     places = [f"Town{i}" for i in range(520)]
-    squad = {"version": "v2.0", "data": [
-        {"title": f"Book {book}", "paragraphs": [
-            {"context": f"Miller {book}x{i} lives in {places[20 * book + i]}. ", "qas": [
-                {"question": f"Where does miller {book}x{i} live?", "id": f"{book}{i}", "is_impossible": False,
-                 "answers": [{"text": places[20 * book + i], "answer_start": 20}]},
-                {"question": "Why?", "id": f"{book}{i}n", "is_impossible": True, "answers": []},
-            ]} for i in range(20)
-        ]} for book in range(26)
-    ]}  # fmt: skip
+    squad = {
+        "version": "v2.0",
+        "data": [
+            {
+                "title": f"Book {book}",
+                "paragraphs": [
+                    {
+                        "context": f"Miller {book}x{i} lives in {places[20 * book + i]}. ",
+                        "qas": [
+                            {
+                                "question": f"Where does miller {book}x{i} live?",
+                                "id": f"{book}{i}",
+                                "is_impossible": False,
+                                "answers": [{"text": places[20 * book + i], "answer_start": 20}],
+                            },
+                            {"question": "Why?", "id": f"{book}{i}n", "is_impossible": True, "answers": []},
+                        ],
+                    }
+                    for i in range(20)
+                ],
+            }
+            for book in range(26)
+        ],
+    }
     hotpot = [
-        {"_id": f"{i}", "question": f"Where does miller {i} live?", "answer": place, "type": "bridge", "level": "hard",
-         "supporting_facts": [[f"{i}", 0]], "context": [[f"About {i}", [f"Miller {i} lives in {place}.", " He bakes."]]]}
+        {
+            "_id": f"{i}",
+            "question": f"Where does miller {i} live?",
+            "answer": place,
+            "type": "bridge",
+            "level": "hard",
+            "supporting_facts": [[f"{i}", 0]],
+            "context": [[f"About {i}", [f"Miller {i} lives in {place}.", " He bakes."]]],
+        }
         for i, place in enumerate(places)
-    ]  # fmt: skip
+    ]
     sites = {"rajpurkar.github.io": squad, "huggingface.co": hotpot}
 
     def get(url, **_):
@@ -320,8 +359,21 @@ def model(tmp_path_factory):
 
 
 LENGTHS = {"ruler_vt": 1600, "ruler_cwe": 1600}  # at 1000 lm-eval tries to shorten its texts for ever
-NEEDLES = ("dense", "random", "sink_window", "h2o", "tova", "snapkv", "pyramidkv", "adakv", "cake", "knorm", "keydiff",
-           "expected_attention", "criticalkv")  # fmt: skip
+NEEDLES = (
+    "dense",
+    "random",
+    "sink_window",
+    "h2o",
+    "tova",
+    "snapkv",
+    "pyramidkv",
+    "adakv",
+    "cake",
+    "knorm",
+    "keydiff",
+    "expected_attention",
+    "criticalkv",
+)
 TASKS = [task for entry in [yaml.safe_load(find("ruler").read_text())["task"]] for task in entry["tasks"]]
 
 

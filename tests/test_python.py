@@ -36,13 +36,21 @@ def main_module(code: str, cwd: Path) -> str:
 
 @pytest.mark.slow("measures suites")
 def test_run_gives_the_records_that_bench_run_would_keep(tmp_path, capsys):
-    records = run("quickstart", policies=[Newest, "window", H2O(window=8), {"name": "h2o", "window": [16, 32]}],
-                  results=tmp_path, progress=False, **SMALL)  # fmt: skip
+    records = run(
+        "quickstart",
+        policies=[Newest, "window", H2O(window=8), {"name": "h2o", "window": [16, 32]}],
+        results=tmp_path,
+        progress=False,
+        **SMALL,
+    )
     assert capsys.readouterr() == ("", "")
     of_h2o = [("ok", "h2o", 8), ("ok", "h2o", 16), ("ok", "h2o", 32)]
     assert [(r.status, r.cell.policy, r.cell.parameters.get("window")) for r in records] == [
-        ("ok", f"{__name__}:Newest", None), ("ok", "window", None), *of_h2o, *of_h2o,
-    ], "h2o reads the long stream, too"  # fmt: skip
+        ("ok", f"{__name__}:Newest", None),
+        ("ok", "window", None),
+        *of_h2o,
+        *of_h2o,
+    ], "h2o reads the long stream, too"
     assert records[0].metrics.nll == pytest.approx(records[1].metrics.nll, abs=1e-6)
     kept = load_records(tmp_path)
     assert isinstance(kept, Records)

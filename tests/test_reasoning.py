@@ -49,10 +49,16 @@ def publish_problems(task):
         publish(Path("openai/gsm8k"), "main", files)
     elif task == "minerva_math500":
         rows = [
-            {"problem": text, "solution": solutions[i], "answer": answer, "subject": "Algebra", "level": 1 + i,
-             "unique_id": f"test/algebra/{i}.json"}
+            {
+                "problem": text,
+                "solution": solutions[i],
+                "answer": answer,
+                "subject": "Algebra",
+                "level": 1 + i,
+                "unique_id": f"test/algebra/{i}.json",
+            }
             for i, (text, answer) in asked
-        ]  # fmt: skip
+        ]
         publish(Path("HuggingFaceH4/MATH-500"), None, {"test.jsonl": rows})
     elif task == "aime24":
         rows = [

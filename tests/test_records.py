@@ -69,16 +69,29 @@ def spoiled(folder: Path, change) -> Problem | Record:
 @pytest.mark.parametrize(
     ("way", "value", "says"),
     [
-        ("cell.limit", float("nan"), "JSON"), ("cell.capacity", "8", "cell.capacity"), ("cell.capacity", 0, "cell.capacity"),
-        ("cell.model.dtype", None, "cell.model.dtype"), ("cell.parameters", [], "cell.parameters"),
-        ("cell.parameters.x", 10**30, "cell.parameters.x"), ("cell.task.stride", "1", "cell.task.stride"),
-        ("metrics.nll", None, "nll"), ("metrics.nll", 1e300, "nll"), ("metrics.kv_bytes", -1, "kv_bytes"),
-        ("metrics.blocks.tokens", [1], "blocks"), ("metrics.texts", None, "texts"), ("metrics.flags", "x", "flags"),
-        ("metrics.unknown", [1e400], "unknown"), ("data.prefix", 3, "data.prefix"), ("facts.versions", ["1"], "facts.versions"),
-        ("trace", {"file": "../../x.nll.npy", "sha256": "a" * 64}, "trace.file"), ("key", "../../x", "key"),
-        ("finished", "yesterday", "finished"), ("version", True, "not a record"), ("status", "fine", "status"),
+        ("cell.limit", float("nan"), "JSON"),
+        ("cell.capacity", "8", "cell.capacity"),
+        ("cell.capacity", 0, "cell.capacity"),
+        ("cell.model.dtype", None, "cell.model.dtype"),
+        ("cell.parameters", [], "cell.parameters"),
+        ("cell.parameters.x", 10**30, "cell.parameters.x"),
+        ("cell.task.stride", "1", "cell.task.stride"),
+        ("metrics.nll", None, "nll"),
+        ("metrics.nll", 1e300, "nll"),
+        ("metrics.kv_bytes", -1, "kv_bytes"),
+        ("metrics.blocks.tokens", [1], "blocks"),
+        ("metrics.texts", None, "texts"),
+        ("metrics.flags", "x", "flags"),
+        ("metrics.unknown", [1e400], "unknown"),
+        ("data.prefix", 3, "data.prefix"),
+        ("facts.versions", ["1"], "facts.versions"),
+        ("trace", {"file": "../../x.nll.npy", "sha256": "a" * 64}, "trace.file"),
+        ("key", "../../x", "key"),
+        ("finished", "yesterday", "finished"),
+        ("version", True, "not a record"),
+        ("status", "fine", "status"),
     ],
-)  # fmt: skip
+)
 def test_a_field_that_a_reader_would_stumble_over_is_named(tmp_path: Path, way: str, value, says: str):
     def change(whole):
         *parents, last = way.split(".")

@@ -43,15 +43,25 @@ def test_all_verbs_share_one_folder(ran, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        ["run", "smoke", "--results", ""], ["run", "smoke", "--model", ""], ["run", "smoke", "--data", " "],
-        ["leaderboard", "--results", ""], ["leaderboard", "--out", ""], ["leaderboard", "--paper", ""],
-        ["check", "--baseline", ""], ["check", "--baseline", "b", "--results", ""], ["check", "--baseline", "b", "--keep", ""],
-        ["check", "--baseline", "b", "--model", ""], ["compare", "", "b"], ["compare", "a", ""], ["records", "verify", ""],
-        ["records", "export", ""], ["records", "export", "a.csv", "--results", ""],
+        ["run", "smoke", "--results", ""],
+        ["run", "smoke", "--model", ""],
+        ["run", "smoke", "--data", " "],
+        ["leaderboard", "--results", ""],
+        ["leaderboard", "--out", ""],
+        ["leaderboard", "--paper", ""],
+        ["check", "--baseline", ""],
+        ["check", "--baseline", "b", "--results", ""],
+        ["check", "--baseline", "b", "--keep", ""],
+        ["check", "--baseline", "b", "--model", ""],
+        ["compare", "", "b"],
+        ["compare", "a", ""],
+        ["records", "verify", ""],
+        ["records", "export", ""],
+        ["records", "export", "a.csv", "--results", ""],
         ["baseline", "update", "", "--suite", "smoke"],
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_an_empty_argument_is_a_mistake(command, tmp_path):
     """Of an unset shell variable, say: it would mean the current folder, or silently the default."""
     done = bench(*command, cwd=tmp_path)

@@ -123,8 +123,10 @@ def test_a_budget_is_chosen_in_its_head_and_the_address_keeps_it(opened):
 @IN_BROWSER
 def test_a_suite_is_loaded_when_it_is_chosen_and_a_missing_file_is_named(opened, tmp_path):
     page = opened()
-    asks, other = (page.locator("#suite option").evaluate_all(
-        "(all, name) => all.find((o) => o.textContent.startsWith(name)).value", name) for name in ("asks", "other"))  # fmt: skip
+    asks, other = (
+        page.locator("#suite option").evaluate_all("(all, name) => all.find((o) => o.textContent.startsWith(name)).value", name)
+        for name in ("asks", "other")
+    )
     first = next(data for data in data_of(site.render(feeds.feed(everything()))[0]).values() if data["cells"][0]["suite"] == "s")
     room = len(json.dumps(first, ensure_ascii=False, separators=(",", ":"))) + 100
     page = opened(embedded=room)

@@ -53,9 +53,12 @@ def published(vector: list[float], bits: int, group: int) -> tuple[list[int], li
 
 @settings(max_examples=60)
 @given(
-    name=st.sampled_from(NAMES), group=st.sampled_from([4, 8, 16, 32]), groups=st.integers(1, 3), seed=st.integers(0, 99),
+    name=st.sampled_from(NAMES),
+    group=st.sampled_from([4, 8, 16, 32]),
+    groups=st.integers(1, 3),
+    seed=st.integers(0, 99),
     spread=st.sampled_from([0.0, 1e-6, 1.0, 1e4]),
-)  # fmt: skip
+)
 def test_packing_is_the_published_formula_exactly(name, group, groups, seed, spread):
     codec, bits = Codec(name, group), BITS[name]
     x = torch.randn(3, groups * group, generator=torch.Generator().manual_seed(seed)) * spread + 1
@@ -145,10 +148,16 @@ def test_a_coded_cache_equals_lists(policy, codec):
 @pytest.mark.slow("many drawn cases")
 @settings(max_examples=15)
 @given(
-    policy=st.sampled_from([*EVERY, Dense()]), mode=st.sampled_from(MODES), capacity=st.integers(4, 14),
-    length=st.integers(2, 30), name=st.sampled_from(NAMES), group=st.sampled_from([4, 8, 32]), sinks=st.integers(0, 5),
-    recent=st.integers(0, 20), size=st.integers(2, 30),
-)  # fmt: skip
+    policy=st.sampled_from([*EVERY, Dense()]),
+    mode=st.sampled_from(MODES),
+    capacity=st.integers(4, 14),
+    length=st.integers(2, 30),
+    name=st.sampled_from(NAMES),
+    group=st.sampled_from([4, 8, 32]),
+    sinks=st.integers(0, 5),
+    recent=st.integers(0, 20),
+    size=st.integers(2, 30),
+)
 def test_any_coded_cache_equals_lists(policy, mode, capacity, length, name, group, sinks, recent, size):
     refuse_unequal(policy, mode, capacity, length, Codec(name, group, sinks, recent), size)
 

@@ -43,8 +43,12 @@ def load(tmp_path: Path, text: str = GOOD, **overrides):
 def test_lists_multiply(tmp_path):
     cells = load(tmp_path)
     assert [(c.name, c.capacity, getattr(c.policy, "sinks", None)) for c in cells] == [
-        ("dense", None, None), ("sink_window", 8, 1), ("sink_window", 8, 2), ("sink_window", 16, 1), ("sink_window", 16, 2),
-    ]  # fmt: skip
+        ("dense", None, None),
+        ("sink_window", 8, 1),
+        ("sink_window", 8, 2),
+        ("sink_window", 16, 1),
+        ("sink_window", 16, 2),
+    ]
     assert len({c.id for c in cells}) == 5
 
 
@@ -273,10 +277,14 @@ def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"policy": "mine.py:Mine"}, "run its suite"), ({"policy": "gone"}, "this version can't run"),
-     ({"parameters": {"speed": 3}}, "this version can't run"), ({"task": {"name": "perplexity", "colour": 1}}, "can't run"),
-     ({"task": {"name": "perplexity"}}, "something else")],
-)  # fmt: skip
+    [
+        ({"policy": "mine.py:Mine"}, "run its suite"),
+        ({"policy": "gone"}, "this version can't run"),
+        ({"parameters": {"speed": 3}}, "this version can't run"),
+        ({"task": {"name": "perplexity", "colour": 1}}, "can't run"),
+        ({"task": {"name": "perplexity"}}, "something else"),
+    ],
+)
 def test_what_can_not_be_asked_for_any_more_says_so(tmp_path, change, says):
     with pytest.raises(UserError, match=says):
         suites.cell_from_spec(CellSpec.from_json(load(tmp_path)[1].as_json() | change))
@@ -325,9 +333,11 @@ def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
     tasks = "\n  - {name: perplexity, tokens: [50, 100]}\n  - {name: memory, tokens: 64}"
     cells = load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", tasks))
     assert set(suites.labels(cells).values()) >= {
-        "perplexity, dense, tokens 50", "perplexity, sink_window 8, sinks 1, window 7, tokens 100",
-        "memory, sink_window 16, sinks 2, window 14", "memory, dense",
-    }  # fmt: skip
+        "perplexity, dense, tokens 50",
+        "perplexity, sink_window 8, sinks 1, window 7, tokens 100",
+        "memory, sink_window 16, sinks 2, window 14",
+        "memory, dense",
+    }
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,21 @@ def step(policy, rounds, capacity=8, together="x", **facts):
     """A latency record."""
     ms = float(np.median(rounds))
     metrics = {
-        "step_ms": ms, "rounds_ms": list(rounds), "together": together, "error": 0.1, "percentiles_ms": {},
+        "step_ms": ms,
+        "rounds_ms": list(rounds),
+        "together": together,
+        "error": 0.1,
+        "percentiles_ms": {},
         "tokens_per_second": 1e3,
-        "curve": [{"position": 64, "step_ms": ms, "error": 0.1, "used_slots": 9, "attended_slots": 9}], "first_token_ms": 1.0,
-        "first_token_error": 0.1, "bookkeeping_share": 0.1, "over_roofline": 2.0, "kv_bytes": 640, "state_bytes": 64,
+        "curve": [{"position": 64, "step_ms": ms, "error": 0.1, "used_slots": 9, "attended_slots": 9}],
+        "first_token_ms": 1.0,
+        "first_token_error": 0.1,
+        "bookkeeping_share": 0.1,
+        "over_roofline": 2.0,
+        "kv_bytes": 640,
+        "state_bytes": 64,
         "device": {"bandwidth": 1e9, "multiply_rate": 1e12},
-    }  # fmt: skip
+    }
     task = {"name": "latency", "batch": 1, "tokens": 64}
     what = {"suite": "s", "model": "m", "policy": policy, "parameters": {}, "capacity": capacity, "task": task}
     found = cell_record(metrics, **what)
@@ -62,8 +71,12 @@ def ranked(records):
 
 def test_ranks_are_shared_where_intervals_do_not_separate():
     assert ranked([*four(), made("alike", 8, 2.0, 640)]) == {
-        "small": None, "good": [1, 2], "alike": [1, 2], "bad": [3, 3], "dense": None,
-    }  # fmt: skip
+        "small": None,
+        "good": [1, 2],
+        "alike": [1, 2],
+        "bad": [3, 3],
+        "dense": None,
+    }
 
 
 def test_a_policy_that_can_be_compared_with_none_has_no_rank_and_comes_last():
@@ -134,5 +147,7 @@ def test_failures_have_names():
     edit(flagged, metrics={"flags": ["unsettled"]})
     found = rows([oom, nan, flagged])
     assert [faults(r, found) for r in found] == [
-        ["perplexity failed: out of memory"], ["perplexity failed: NaN: NLL is not finite at 5"], ["unsettled"],
-    ]  # fmt: skip
+        ["perplexity failed: out of memory"],
+        ["perplexity failed: NaN: NLL is not finite at 5"],
+        ["unsettled"],
+    ]

@@ -63,9 +63,13 @@ def naive(prompt: str) -> str:
 
 
 @given(
-    seed=st.integers(0, 10**9), lines=st.integers(2, 12), registers=st.none() | st.integers(3, 8),
-    restate=st.sampled_from(["full", "reads"]), tell=st.booleans(), steps=st.integers(1, 12),
-)  # fmt: skip
+    seed=st.integers(0, 10**9),
+    lines=st.integers(2, 12),
+    registers=st.none() | st.integers(3, 8),
+    restate=st.sampled_from(["full", "reads"]),
+    tell=st.booleans(),
+    steps=st.integers(1, 12),
+)
 def test_a_trace_is_what_a_naive_interpreter_says_and_its_words_follow_from_their_sources(
     seed, lines, registers, restate, tell, steps
 ):

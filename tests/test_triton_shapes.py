@@ -80,13 +80,19 @@ BLOCKS = STEPS._replace(
 FURTHER: list[Case] = []
 if DEVICE.type == "cpu":  # where a case takes the interpreter seconds
     STEPS = STEPS._replace(
-        group=[1, 4, 7, 17], dims=[(8, 8), (80, 80), (24, 16)], cache=[(21, 900), (37, 20), (37, 37), (300, 100), (None, 40)],
-        rows=[(1, 2, 1), (2, 1, 1), (1, 1, 2)], policy=[H2O(), Random(), Odd()],
-    )  # fmt: skip
+        group=[1, 4, 7, 17],
+        dims=[(8, 8), (80, 80), (24, 16)],
+        cache=[(21, 900), (37, 20), (37, 37), (300, 100), (None, 40)],
+        rows=[(1, 2, 1), (2, 1, 1), (1, 1, 2)],
+        policy=[H2O(), Random(), Odd()],
+    )
     BLOCKS = BLOCKS._replace(
-        dims=[(24, 16), (80, 80)], dtype=[torch.bfloat16, torch.float32], mode=["cache", "clamped"],
-        rows=[(1, 2, 1), (2, 1, 2)], policy=STEPS.policy,
-    )  # fmt: skip
+        dims=[(24, 16), (80, 80)],
+        dtype=[torch.bfloat16, torch.float32],
+        mode=["cache", "clamped"],
+        rows=[(1, 2, 1), (2, 1, 2)],
+        policy=STEPS.policy,
+    )
     # What these leave out, once each.
     FURTHER = [
         Case(3, (64, 64), torch.bfloat16, "cache", (70, 400), (1, 1, 1), 3, 2, SinkWindow(2), False),
@@ -302,9 +308,23 @@ def test_parts_whose_scores_are_far_apart_are_joined():
     parted = torch.randn(rows, parts, group, dims, generator=generator).to(DEVICE)
     out, unread = torch.zeros(rows, group, 1, dims, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     cuda_attention.kernels().join[(rows * group, 1)](
-        parted, most, total, most, out, unread, 1, parts, 1, G=group, E=dims, WIDE=32, CHUNK=cuda_attention._JOINED_PARTS,
-        BLOCK=cuda_attention.BOOKKEEPING_BLOCK, ASKED=False, PLACE=False,
-    )  # fmt: skip
+        parted,
+        most,
+        total,
+        most,
+        out,
+        unread,
+        1,
+        parts,
+        1,
+        G=group,
+        E=dims,
+        WIDE=32,
+        CHUNK=cuda_attention._JOINED_PARTS,
+        BLOCK=cuda_attention.BOOKKEEPING_BLOCK,
+        ASKED=False,
+        PLACE=False,
+    )
     share = (most - most.amax(1, keepdim=True)).exp()
     expected = (share[..., None] * parted).sum(1) / (share * total).sum(1)[..., None]
     torch.testing.assert_close(out[:, :, 0], expected)

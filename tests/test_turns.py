@@ -51,9 +51,16 @@ def words_dir(tmp_path_factory) -> Path:
     wrapped(of_words(WORDS), 1).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=261,
-        initializer_range=0.2, bos_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=261,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -80,10 +87,17 @@ def options(draw) -> TurnsOptions:
         return draw(st.integers(least, most))
 
     return TurnsOptions(
-        data="words", mode=draw(st.sampled_from(["turns", "requests"])), turns=few(1, 9), streams=1, system=few(0, 3),
-        facts=few(1, 9), told=few(0, 3), corrections=draw(st.sampled_from([0.0, 0.5, 1.0])), filler=few(0, 3),
+        data="words",
+        mode=draw(st.sampled_from(["turns", "requests"])),
+        turns=few(1, 9),
+        streams=1,
+        system=few(0, 3),
+        facts=few(1, 9),
+        told=few(0, 3),
+        corrections=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        filler=few(0, 3),
         data_seed=few(0, 9),
-    )  # fmt: skip
+    )
 
 
 def read_naively(asked: TurnsOptions, text: str) -> list[dict]:
@@ -259,12 +273,16 @@ def test_what_can_not_be_asked_is_refused_in_one_line(changes, says):
 def rows_of(contexts: int, turns: int = 2) -> list[dict]:
     """SCBench's format: keys and values as JSON, and questions about them."""
     return [
-        {"id": i, "context": json.dumps({f"key {n}": f"value {i}{n}" for n in range(4)}), "multi_turns": [
-            {"input": f'Key: "key {n}"\nThe value associated with the specified key is: ', "answer": f"value {i}{n}"}
-            for n in range(turns)
-        ]}
+        {
+            "id": i,
+            "context": json.dumps({f"key {n}": f"value {i}{n}" for n in range(4)}),
+            "multi_turns": [
+                {"input": f'Key: "key {n}"\nThe value associated with the specified key is: ', "answer": f"value {i}{n}"}
+                for n in range(turns)
+            ],
+        }
         for i in range(contexts)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -294,9 +312,10 @@ def test_scbench_is_read_in_the_hubs_schema(published, tmp_path):
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows_of(3)))
     assert scbench.conversations("scbench_kv", 2, 3, lines)[1] == scripts
     for turns, contexts, folder, says in [
-        (3, 1, published, "row 0 has 2 turns, not 3"), (2, 4, published, "has 3 contexts, not 4"),
+        (3, 1, published, "row 0 has 2 turns, not 3"),
+        (2, 4, published, "has 3 contexts, not 4"),
         (1, 1, published / "nowhere", "no such directory"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(UserError, match=says):
             scbench.conversations("scbench_kv", turns, contexts, folder)
     lines.write_text('{"context": "x", "multi_turns": [{"question": "y"}]}\n')

@@ -66,9 +66,12 @@ def measured(nll, options, folder, policy=None, reference=None, block=5000, trai
     job = Job(model, CacheConfig(policy, CAPACITY), TEXT, block, EAGER, trace, lambda *_: None, lambda *_: Reader(nll), reference)
     metrics = Perplexity.run(options, job).as_json()
     made = cell_record(
-        metrics, policy=name, capacity=CAPACITY, task=options.model_dump(exclude_none=True),
+        metrics,
+        policy=name,
+        capacity=CAPACITY,
+        task=options.model_dump(exclude_none=True),
         data={"ids_sha256": "x", "tokens": TOKENS, "prefix": [7]},
-    )  # fmt: skip
+    )
     return made, np.load(trace)
 
 
@@ -142,8 +145,10 @@ def test_cells_of_unequal_length_are_compared_on_what_both_read(base, tmp_path):
     short, _ = measured(WORSE, options_of(0.1), tmp_path, reference=base)
     long, _ = measured(WORSE + np.float32(0.2), options_of(1e-9), tmp_path / "a", reference=base)
     assert (short.metrics.tokens_read, long.metrics.tokens_read) == (LOOKS[0], TOKENS)
-    same = [cell_record(r.metrics.as_json(), policy="window", capacity=CAPACITY, task=short.cell.options,
-                        data=short.data.as_json()) for r in (short, long)]  # fmt: skip
+    same = [
+        cell_record(r.metrics.as_json(), policy="window", capacity=CAPACITY, task=short.cell.options, data=short.data.as_json())
+        for r in (short, long)
+    ]
     found = paired(*same)
     assert found.mean == pytest.approx(-0.2, abs=1e-5)
     assert found.low < found.mean < found.high

@@ -67,10 +67,17 @@ def test_what_was_measured_holds(kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
-    [("tokens", "nll", 1.99), ("tokens", "perplexity", 7.0), ("tokens", "tokens", 4999), ("questions", "accuracy", 0.5),
-     ("questions", "outcomes", "1" * 30), ("questions", "right", 11), ("times", "step_ms", 1.0),
-     ("times", "rounds_ms", [1.0] * 12)],
-)  # fmt: skip
+    [
+        ("tokens", "nll", 1.99),
+        ("tokens", "perplexity", 7.0),
+        ("tokens", "tokens", 4999),
+        ("questions", "accuracy", 0.5),
+        ("questions", "outcomes", "1" * 30),
+        ("questions", "right", 11),
+        ("times", "step_ms", 1.0),
+        ("times", "rounds_ms", [1.0] * 12),
+    ],
+)
 def test_a_figure_that_was_changed_is_found(kind, name, value, tmp_path):
     made = MADE[kind](tmp_path)
     edit(made, metrics={name: value})
@@ -123,10 +130,17 @@ def test_the_traces_are_those_that_the_tasks_write():
 
     written = {name: plugins.task_class(name).trace for name in plugins.task_names()}
     assert written == {
-        "perplexity": ".nll.npy", "streameval": ".answers.jsonl", "arc_stream": ".answers.jsonl", "latency": ".steps.npy",
-        "turns": ".answers.jsonl", "lm_eval": ".samples.jsonl", "attention": ".attention.npz", "divergence": ".divergence.npy",
-        "memory": None, "trace": ".trace.jsonl",
-    }, "memory is read off while it runs"  # fmt: skip
+        "perplexity": ".nll.npy",
+        "streameval": ".answers.jsonl",
+        "arc_stream": ".answers.jsonl",
+        "latency": ".steps.npy",
+        "turns": ".answers.jsonl",
+        "lm_eval": ".samples.jsonl",
+        "attention": ".attention.npz",
+        "divergence": ".divergence.npy",
+        "memory": None,
+        "trace": ".trace.jsonl",
+    }, "memory is read off while it runs"
 
 
 def quick(folder, seed):
@@ -194,10 +208,15 @@ def test_the_speed_of_a_short_measurement_is_known_as_well_as_its_seconds(second
 
 @pytest.mark.parametrize(
     ("changes", "slots"),
-    [({"capacity": 8}, 9), ({"capacity": 100}, 65), ({"capacity": None}, 64), ({"policy": "recompute_window"}, 0),
-     ({"capacity": 8, "task": {"name": "latency", "batch": 4}}, 36)],
+    [
+        ({"capacity": 8}, 9),
+        ({"capacity": 100}, 65),
+        ({"capacity": None}, 64),
+        ({"policy": "recompute_window"}, 0),
+        ({"capacity": 8, "task": {"name": "latency", "batch": 4}}, 36),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_kv_bytes_are_those_of_the_cache(changes, slots):
     """With a sliding window of 64 in one of two kinds of layers."""
     made = cell_record({}, model="m", data={"prefix": [0], "tokens": 300}, **changes)

@@ -54,8 +54,10 @@ def test_a_prompt_is_cut_by_tokens_and_what_is_kept_makes_up_pages(worth, by):
 @given(data=st.data())
 def test_any_pages_in_any_mode_any_block_and_any_batch(data):
     model, streams = model_of("llama", DOUBLE), data.draw(st.integers(1, 2), "streams")
-    pages = Pages(data.draw(st.integers(1, 6), "size"), *data.draw(st.sampled_from(
-        [("union", "mean"), ("union", "max"), ("per_head", "mean"), ("per_head", "max")]), "by"))  # fmt: skip
+    pages = Pages(
+        data.draw(st.integers(1, 6), "size"),
+        *data.draw(st.sampled_from([("union", "mean"), ("union", "max"), ("per_head", "mean"), ("per_head", "max")]), "by"),
+    )
     least = -(-5 // pages.size)
     capacity = pages.size * data.draw(st.integers(least, least + 3), "pages")
     length, size = data.draw(st.integers(14, 40), "length"), data.draw(st.integers(1, 17), "block")

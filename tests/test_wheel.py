@@ -62,6 +62,8 @@ def test_it_works_beside_a_package_with_the_same_folders(site, tmp_path):
     )
     done = python("-c", code, path=site, cwd=tmp_path)
     assert done.stdout.splitlines() == [
-        "the policies of another package", "the harness of another package", str(site / "kvbench/__init__.py"),
+        "the policies of another package",
+        "the harness of another package",
+        str(site / "kvbench/__init__.py"),
         "kvbench.policies.policy",
-    ], done.stderr  # fmt: skip
+    ], done.stderr

@@ -161,9 +161,15 @@ class _Reader:
         repeated = bool(kind) and not self._one_thread_each(*kind.groups())  # type: ignore[union-attr]
         place, layout = (_vector(pointer, kind[1]), kind[2]) if kind and not repeated else ("", "")
         new = Access(
-            pointer.array, line.operation == "tt.store", line.text, line.operation != "ttg.async_copy_global_to_local", repeated,
-            place, layout, self._loops,
-        )  # fmt: skip
+            pointer.array,
+            line.operation == "tt.store",
+            line.text,
+            line.operation != "ttg.async_copy_global_to_local",
+            repeated,
+            place,
+            layout,
+            self._loops,
+        )
         self.accesses[new] = None
         for old in pending:
             if old.array == new.array and old.stores != new.stores and not new.never_meets(old):

@@ -50,9 +50,8 @@ def losses(rows: Sequence[tuple[str, int, Record]]) -> list[dict[str, Any]]:
     return [
         {"training": training, "step": step, "capacity": capacity, "loss": 100 * (math.exp(without - kept) - 1)}
         for (training, step, policy, capacity), without in nll.items()
-        if policy == "window" and without is not None
-        and (kept := nll.get((training, step, "sink_window", capacity))) is not None
-    ]  # fmt: skip
+        if policy == "window" and without is not None and (kept := nll.get((training, step, "sink_window", capacity))) is not None
+    ]
 
 
 def picture(rows: Sequence[tuple[str, int, Record]]) -> Chart:
@@ -77,11 +76,18 @@ def picture(rows: Sequence[tuple[str, int, Record]]) -> Chart:
 
     def panel(title: str, values: list[dict[str, Any]], name: str, colour: dict[str, Any]) -> dict[str, Any]:
         return {
-            "title": title, "width": 330, "height": 240, "data": {"values": values}, "mark": line, "encoding": {
-                "x": step, "y": {"field": "value", "type": "quantitative", "title": name},
-                "color": colour, "strokeDash": dash,
+            "title": title,
+            "width": 330,
+            "height": 240,
+            "data": {"values": values},
+            "mark": line,
+            "encoding": {
+                "x": step,
+                "y": {"field": "value", "type": "quantitative", "title": name},
+                "color": colour,
+                "strokeDash": dash,
             },
-        }  # fmt: skip
+        }
 
     of_token = {"field": "figure", "type": "nominal", "title": "first token", "sort": list(shown.values())}
     of_window = {"field": "window", "type": "nominal", "title": "tokens cached", "sort": ["8", "32", "64"]}

@@ -90,17 +90,24 @@ def _panel(rows: Sequence[dict[str, Any]], question: str) -> dict[str, Any]:
         },
     }
     colour = {
-        "field": "right", "type": "quantitative", "legend": None, "scale": {"domain": [0, 100], "scheme": "blues"},
-    }  # fmt: skip
+        "field": "right",
+        "type": "quantitative",
+        "legend": None,
+        "scale": {"domain": [0, 100], "scheme": "blues"},
+    }
     ink = {"condition": {"test": "datum.right > 55", "value": "white"}, "value": "#24292f"}
     layers = [
         {"mark": "rect", "encoding": {"color": colour}},
         {"mark": {"type": "text", "fontSize": 10}, "encoding": {"text": {"field": "right", "format": ".0f"}, "color": ink}},
     ]
     return {
-        "title": QUESTIONS[question], "width": 32 * len(TASKS), "height": 16 * len({r["policy"] for r in shown}),
-        "data": {"values": shown}, "encoding": encoding, "layer": layers,
-    }  # fmt: skip
+        "title": QUESTIONS[question],
+        "width": 32 * len(TASKS),
+        "height": 16 * len({r["policy"] for r in shown}),
+        "data": {"values": shown},
+        "encoding": encoding,
+        "layer": layers,
+    }
 
 
 def drawings(results: Path = RESULTS) -> dict[str, str]:

@@ -120,9 +120,12 @@ def _panel(rows: Sequence[Row], title: str) -> dict[str, Any]:
     }
     y = {"field": "policy", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}}
     verdict = {
-        "field": "verdict", "type": "nominal", "title": None, "legend": {"orient": "bottom"},
+        "field": "verdict",
+        "type": "nominal",
+        "title": None,
+        "legend": {"orient": "bottom"},
         "scale": {"domain": _VERDICTS, "range": _COLOURS},
-    }  # fmt: skip
+    }
     shape = verdict | {"scale": {"domain": _VERDICTS, "range": ["circle", "square", "triangle-up"]}}
     interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y, "color": verdict}
     layers = [

@@ -56,9 +56,13 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="bench")
 @click.option("--debug", is_flag=True, help="Show a traceback with every error, and with every failed cell.")
 @click.option(
-    "--task", "tasks", multiple=True, envvar="BENCH_TASKS", metavar="FILE.PY:CLASS",
+    "--task",
+    "tasks",
+    multiple=True,
+    envvar="BENCH_TASKS",
+    metavar="FILE.PY:CLASS",
     help="Load your own task, to read its records. Repeat for several, or list them in BENCH_TASKS, separated by spaces.",
-)  # fmt: skip
+)
 def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - `output.debugging` reads sys.argv
     """KV Bench: what an LLM loses, and gains, when part of its KV cache is thrown away.
 

@@ -51,8 +51,11 @@ def report(model: str | None = None, data: Path | None = None, quick: bool = Fal
     """
     parts: list[tuple[str, Callable[[], str]]] = [
         ("kv-bench", lambda: f"{__version__}, python {platform.python_version()}, {platform.system()} {platform.machine()}"),
-        ("packages", _packages), ("device", _device), ("memory", _memory), ("compiler", _compiler),
-    ]  # fmt: skip
+        ("packages", _packages),
+        ("device", _device),
+        ("memory", _memory),
+        ("compiler", _compiler),
+    ]
     parts += [] if quick else [("speed", _speed)]
     parts += [("built-in models", _builtins)]
     parts += [("model", lambda: _model(model))] if model else []

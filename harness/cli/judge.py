@@ -189,9 +189,13 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
         ]
         learnt = gate_times.learn_bands(all_runs)
         reference = Baseline(
-            suite=portable_suite, options=portable_options, who=who or _git_user(), why=why, bands=learnt,
+            suite=portable_suite,
+            options=portable_options,
+            who=who or _git_user(),
+            why=why,
+            bands=learnt,
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
+        )
         baselines.store(target, reference, records)
     click.echo(f"{len(first)} records -> {folder}")
     others = {r.cell_id for r in first if not r.cell.is_dense}

@@ -21,21 +21,30 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model, or all models in a folder."),
     click.option(
-        "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED,
+        "--data",
+        metavar="DIR",
+        envvar="BENCH_DATA",
+        type=FILLED,
         help="Directory of the text, .parquet or .txt, or of images (or BENCH_DATA).",
     ),
     click.option(
-        "--policy", "policies", multiple=True, metavar="POLICY",
+        "--policy",
+        "policies",
+        multiple=True,
+        metavar="POLICY",
         help="Measure only this policy: a name, file.py:Class or '{name: h2o, window: 8}'; repeatable.",
     ),
     click.option(
-        "--set", "settings", multiple=True, metavar="KEY=VALUE",
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
         help="Change a value of the suite: --set tokens=20000 --set capacity=[128,256].",
     ),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1."),
     click.option("--dtype", type=click.Choice(_DTYPES), help="Type of the weights and the cache."),
     click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's."),
-]  # fmt: skip
+]
 
 
 def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,9 +83,16 @@ def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--dry-run", is_flag=True, help="List the cells with estimates of time and memory; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
 def run(
-    suite: str, block: int | None, walk: bool, trace: str | None, results: str, fresh: bool, dry_run: bool, as_json: bool,
+    suite: str,
+    block: int | None,
+    walk: bool,
+    trace: str | None,
+    results: str,
+    fresh: bool,
+    dry_run: bool,
+    as_json: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Measure the cells of a suite.
 
     SUITE is a file, the name of a suite that comes with the project, or the cell id of a record.

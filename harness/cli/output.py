@@ -45,9 +45,14 @@ FILLED = FilledText()
 def results_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--results`."""
     option = click.option(
-        "--results", default=RESULTS, show_default=True, envvar=RESULTS_VARIABLE, type=FILLED, metavar="DIR",
+        "--results",
+        default=RESULTS,
+        show_default=True,
+        envvar=RESULTS_VARIABLE,
+        type=FILLED,
+        metavar="DIR",
         help=f"Folder of the records (or {RESULTS_VARIABLE}).",
-    )  # fmt: skip
+    )
     return option(command)
 
 

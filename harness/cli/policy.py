@@ -24,9 +24,13 @@ def policy() -> None:
 @click.argument("name")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a parameter of the policy.")
 @click.option(
-    "--capacity", "capacities", multiple=True, type=click.IntRange(1, 8192), metavar="TOKENS",
+    "--capacity",
+    "capacities",
+    multiple=True,
+    type=click.IntRange(1, 8192),
+    metavar="TOKENS",
     help="Check at this capacity; repeatable. Default: 16, 17, 64 and 256.",
-)  # fmt: skip
+)
 def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> None:
     """Check every rule of the interface on a policy, and show how fast text is read under it and why.
 

@@ -37,10 +37,14 @@ def portable(request: RunRequest, folder: Path) -> tuple[str, MeasuredWith]:
     path = None if request.model is None else Path(request.model).expanduser()
     local = path.resolve().name if path is not None and path.is_dir() else None
     options = MeasuredWith(
-        model=None if local else request.model, local_model=local, policies=list(request.policies),
-        settings=list(request.settings), device=None if request.device == "auto" else request.device, dtype=request.dtype,
+        model=None if local else request.model,
+        local_model=local,
+        policies=list(request.policies),
+        settings=list(request.settings),
+        device=None if request.device == "auto" else request.device,
+        dtype=request.dtype,
         threads=request.threads,
-    )  # type: ignore[arg-type]  # click has checked the dtype  # fmt: skip
+    )  # type: ignore[arg-type]  # click has checked the dtype
     return suite, options
 
 
@@ -62,9 +66,15 @@ def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, d
     if suite.endswith((".yaml", ".yml")):
         suite = os.path.relpath(folder.resolve() / suite)
     return RunRequest(
-        suite, model or options.model, data, tuple(options.policies), tuple(options.settings), options.device or "auto",
-        options.dtype, options.threads,
-    )  # fmt: skip
+        suite,
+        model or options.model,
+        data,
+        tuple(options.policies),
+        tuple(options.settings),
+        options.device or "auto",
+        options.dtype,
+        options.threads,
+    )
 
 
 def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Path) -> list[Cell]:

@@ -82,9 +82,18 @@ class _Minutes(click.FloatRange):
 @click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def which(
-    model: str, budget: int, data: str | None, minutes: float, device: str, dtype: str, threads: int | None, results: str,
-    fresh: bool, dry_run: bool, as_json: bool,
-) -> None:  # fmt: skip
+    model: str,
+    budget: int,
+    data: str | None,
+    minutes: float,
+    device: str,
+    dtype: str,
+    threads: int | None,
+    results: str,
+    fresh: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Find the policy for a model at a budget.
 
     MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment; then cells are measured as bench run does,

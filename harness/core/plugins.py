@@ -60,9 +60,13 @@ _POLICY = _Kind(
     "kvbench.Policy",
 )
 _TASK = _Kind(
-    "task", "kvbench.harness.tasks", frozenset({"task", "common"}), "bench.tasks", "kvbench.harness.tasks:Task",
+    "task",
+    "kvbench.harness.tasks",
+    frozenset({"task", "common"}),
+    "bench.tasks",
+    "kvbench.harness.tasks:Task",
     "kvbench.harness.tasks.Task",
-)  # fmt: skip
+)
 _CONTESTANTS = "kvbench.harness.core.contestants"
 _tasks_of_files: dict[str, type[Any]] = {}  # that this process has loaded, by their name in records
 

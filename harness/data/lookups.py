@@ -14,13 +14,43 @@ from typing import Any
 from kvbench.harness.data.registers import answer, question, record_line
 
 FIXED = (  # what stands around names and values: one token each in our models' tokenizer
-    ": REGISTER_CONTENT is <", "Question: What is the REGISTER_CONTENT of line ", "?\nAnswer:", ">\n", " <",
-    " = ", " = #", "Question: What is #", "Question: What does #", " lead to?\nAnswer:",
-)  # fmt: skip
+    ": REGISTER_CONTENT is <",
+    "Question: What is the REGISTER_CONTENT of line ",
+    "?\nAnswer:",
+    ">\n",
+    " <",
+    " = ",
+    " = #",
+    "Question: What is #",
+    "Question: What does #",
+    " lead to?\nAnswer:",
+)
 PLACES = [
-    "Arlen", "Bexford", "Corvey", "Dunmore", "Eastlow", "Farley", "Gillan", "Holm", "Istow", "Jarrow", "Kelby", "Lorne",
-    "Marsh", "Norwell", "Oxley", "Penrith", "Quorn", "Ripley", "Selby", "Thorpe", "Upton", "Velden", "Wick", "Yarrow",
-]  # fmt: skip
+    "Arlen",
+    "Bexford",
+    "Corvey",
+    "Dunmore",
+    "Eastlow",
+    "Farley",
+    "Gillan",
+    "Holm",
+    "Istow",
+    "Jarrow",
+    "Kelby",
+    "Lorne",
+    "Marsh",
+    "Norwell",
+    "Oxley",
+    "Penrith",
+    "Quorn",
+    "Ripley",
+    "Selby",
+    "Thorpe",
+    "Upton",
+    "Velden",
+    "Wick",
+    "Yarrow",
+]
 KINDS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")  # of the questions in kvbench_recall
 _ASKED = 0.35  # questions a line, on average, once there is a line
 

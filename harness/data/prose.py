@@ -24,18 +24,59 @@ ONSETS = ["b", "br", "c", "cl", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "
 VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "oo"]
 ENDINGS = ["n", "l", "r", "s", "m", "th", "nd", "ck", "sh", "ll"]
 TRADES = [
-    "baker", "weaver", "smith", "miller", "sailor", "teacher", "painter", "doctor", "farmer", "fisher", "tailor", "carpenter",
-    "printer", "gardener", "shepherd", "mason",
-]  # fmt: skip
+    "baker",
+    "weaver",
+    "smith",
+    "miller",
+    "sailor",
+    "teacher",
+    "painter",
+    "doctor",
+    "farmer",
+    "fisher",
+    "tailor",
+    "carpenter",
+    "printer",
+    "gardener",
+    "shepherd",
+    "mason",
+]
 THINGS = [
-    "a silver key", "a blue lamp", "an old map", "a clay pipe", "a brass bell", "a red scarf", "a small mirror", "a wooden flute",
-    "a green bottle", "a black umbrella", "a paper kite", "a stone cup", "a leather book", "a white candle", "a copper coin",
+    "a silver key",
+    "a blue lamp",
+    "an old map",
+    "a clay pipe",
+    "a brass bell",
+    "a red scarf",
+    "a small mirror",
+    "a wooden flute",
+    "a green bottle",
+    "a black umbrella",
+    "a paper kite",
+    "a stone cup",
+    "a leather book",
+    "a white candle",
+    "a copper coin",
     "a glass bead",
-]  # fmt: skip
+]
 PLACES = [
-    "the harbour", "the mill", "the bridge", "the chapel", "the market", "the orchard", "the lighthouse", "the quarry",
-    "the stables", "the well", "the tower", "the ferry", "the garden", "the school", "the forge", "the inn",
-]  # fmt: skip
+    "the harbour",
+    "the mill",
+    "the bridge",
+    "the chapel",
+    "the market",
+    "the orchard",
+    "the lighthouse",
+    "the quarry",
+    "the stables",
+    "the well",
+    "the tower",
+    "the ferry",
+    "the garden",
+    "the school",
+    "the forge",
+    "the inn",
+]
 FILLERS = [
     "The wind came from the {way} and the {sky} was {state}.",
     "Nobody spoke for a while, and the fire burned {low}.",
@@ -178,8 +219,12 @@ def fact_costs(nll: NDArray[np.float32], byte_counts: NDArray[np.integer[Any]], 
     for doubling in sorted(groups, key=lambda d: -1 if d is None else d):
         costs = np.array(groups[doubling])
         between = None if doubling is None else [2 ** (doubling - 1), 2**doubling]
-        rows.append({
-            "words_back": between, "tellings": len(costs), "nats": float(costs[:, 0].mean()),
-            "drawn_nats": float(costs[:, 1].mean()),
-        })  # fmt: skip
+        rows.append(
+            {
+                "words_back": between,
+                "tellings": len(costs),
+                "nats": float(costs[:, 0].mean()),
+                "drawn_nats": float(costs[:, 1].mean()),
+            }
+        )
     return rows

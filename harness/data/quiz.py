@@ -68,12 +68,16 @@ class QuizData:
         prompts = [q.prompt for q in self.quizzes if q.prompt is not None]
         first = self.quizzes[0]
         return {
-            "source": self.source, "text_sha256": self.text_sha256, "ids_sha256": self.ids_sha256, "tokens": self.tokens,
-            "prefix": [int(i) for i in first.ids[: first.prefix]], "streams": len(self.quizzes),
+            "source": self.source,
+            "text_sha256": self.text_sha256,
+            "ids_sha256": self.ids_sha256,
+            "tokens": self.tokens,
+            "prefix": [int(i) for i in first.ids[: first.prefix]],
+            "streams": len(self.quizzes),
             "questions": sum(len(q.questions) for q in self.quizzes),
             **({"line_tokens": round(float(lines.mean()), 2)} if len(lines) else {}),
             **({"prompt_tokens": round(sum(prompts) / len(prompts), 1)} if prompts else {}),
-        }  # fmt: skip
+        }
 
 
 @dataclass

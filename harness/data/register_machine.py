@@ -24,10 +24,18 @@ LINE_WORDS = 10
 LEFT, RIGHT, TARGET, JUMP, ZERO = 1, 3, 5, 7, 9  # words of a line before them
 TOLD = 2  # words of a prompt before the register that is told
 WORDS = (
-    "full", "reads", "tell", "run", "end", "set", "ask", *map(str, range(BASE)),
-    *(f"{name}{n}" for name in "vr" for n in range(REGISTERS)), *(f"L{n}" for n in range(LABELS)),
+    "full",
+    "reads",
+    "tell",
+    "run",
+    "end",
+    "set",
+    "ask",
+    *map(str, range(BASE)),
+    *(f"{name}{n}" for name in "vr" for n in range(REGISTERS)),
+    *(f"L{n}" for n in range(LABELS)),
     *(f"{name}{n}" for name in "MNOZJ" for n in range(LINES)),
-)  # fmt: skip
+)
 _TRIES = 10_000  # programs drawn for one of a given length
 _ADDS = 0.5  # share of lines that add to a register and so forget nothing: of others alone, most programs soon repeat themselves
 _SKEW = 5.0  # of far turns: nats between the seldomest name and the most frequent
@@ -48,9 +56,17 @@ class Line:
         """The line as it stands in the prompt."""
         other = "end" if self.zero is None else f"J{self.zero}"
         return [
-            f"L{label}", f"r{self.left}", f"M{label}", f"r{self.right}", f"N{label}", f"r{self.target}",
-            f"O{label}", f"J{self.jump}", f"Z{label}", other,
-        ]  # fmt: skip
+            f"L{label}",
+            f"r{self.left}",
+            f"M{label}",
+            f"r{self.right}",
+            f"N{label}",
+            f"r{self.target}",
+            f"O{label}",
+            f"J{self.jump}",
+            f"Z{label}",
+            other,
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,9 +161,14 @@ def step_words(restate: Restate, tell: bool) -> int:
 
 
 def program(
-    draw: random.Random, lines: int, restate: Restate, tell: bool, steps: tuple[int, int], registers: int | None = None,
+    draw: random.Random,
+    lines: int,
+    restate: Restate,
+    tell: bool,
+    steps: tuple[int, int],
+    registers: int | None = None,
     far: bool = False,
-) -> Program:  # fmt: skip
+) -> Program:
     """A random program of `lines` lines whose trace ends after at least `steps[0]` and at most `steps[1]` steps.
 
     The number of its registers is drawn, too, unless it is given. If `far`, the lines that come round use some of them alone.

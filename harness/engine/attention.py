@@ -81,9 +81,15 @@ def _attention(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float, sliding_window: int | None, softcap: float | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
     sink_logits: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of one layer, by the backend of the current forward pass. [B, Q, T, D] and so on -> [B, T, Q, Dv]."""
     terms = Terms(scaling, sliding_window, softcap, sink_logits)
     return BACKEND.get().attend(layer, query, keys, values, terms).transpose(1, 2).contiguous()
@@ -137,10 +143,12 @@ AttentionInterface.register(NAME, _attention)
 # The same as an operation that a compiler doesn't look into. What the backend writes to its cache is no business of the graph:
 # the order of layers follows from what they return.
 _opaque = torch.library.custom_op(
-    "kv_bench::attend", _attend, mutates_args=(),
+    "kv_bench::attend",
+    _attend,
+    mutates_args=(),
     schema="(Tensor query, Tensor keys, Tensor values, int layer, float scaling, int? sliding_window, float? softcap, "
     "Tensor? sink_logits) -> Tensor",
-)  # fmt: skip
+)
 _opaque.register_fake(_empty_answer)
 
 
@@ -345,10 +353,9 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
     streams, heads, group, tokens, _ = query.shape
     low = 0 if terms.sliding_window is None else max(0, first - terms.sliding_window + 1)
     keys, values = keys[:, :, low : first + tokens], values[:, :, low : first + tokens]
-    age = (
-        torch.arange(first, first + tokens, device=query.device)[:, None]
-        - torch.arange(low, first + tokens, device=query.device)
-    )  # fmt: skip
+    age = torch.arange(first, first + tokens, device=query.device)[:, None] - torch.arange(
+        low, first + tokens, device=query.device
+    )
     visible = age >= 0 if terms.sliding_window is None else (age >= 0) & (age < terms.sliding_window)
     if padding is not None:  # a padding query attends to itself, because softmax over no keys is NaN
         token = torch.arange(low, first + tokens, device=query.device) >= padding[:, None, None]  # [B, 1, L]

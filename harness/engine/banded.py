@@ -29,9 +29,7 @@ class Sinks(NamedTuple):
     values: Tensor  # [B, H, E, Dv]
 
 
-def banded(
-    query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int
-) -> Tensor:  # fmt: skip
+def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int) -> Tensor:
     """Attention of each query to itself, to the `window` tokens before it, and to the sinks before those.
 
     Args:
@@ -67,7 +65,7 @@ def banded(
             chunk_outside = None if outside is None else outside[chunk]
             near = _with_all_scores(
                 query[:, :, :, chunk], keys[:, :, part], values[:, :, part], visible, chunk_sinks, chunk_outside, terms
-            )  # fmt: skip
+            )
         out.append(near)
     near = torch.cat(out, 3)
     if sinks is None or outside is None or not by_kernel:
@@ -121,9 +119,12 @@ def merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: 
         return _joined(near, log_sum, sinks, outside, terms)
     float32_sinks = Sinks(sinks.query, sinks.keys.float(), sinks.values.float())
     parts = zip(
-        near.split(_MAX_CHUNK, 3), log_sum.split(_MAX_CHUNK, 3), sinks.query.split(_MAX_CHUNK, 3), outside.split(_MAX_CHUNK),
+        near.split(_MAX_CHUNK, 3),
+        log_sum.split(_MAX_CHUNK, 3),
+        sinks.query.split(_MAX_CHUNK, 3),
+        outside.split(_MAX_CHUNK),
         strict=True,
-    )  # fmt: skip
+    )
     joined = (_joined(x.float(), y, float32_sinks._replace(query=q.float()), mask, terms) for x, y, q, mask in parts)
     return torch.cat([x.to(near.dtype) for x in joined], 3)
 

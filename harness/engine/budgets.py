@@ -219,9 +219,16 @@ class Layout:
         return codec.keys == "rotated"
 
     def _slots(
-        self, shape: LayerShape, parts: Sequence[LayerHeads], policy: Policy, cadence: Cadence, budget: Budget,
-        statistics: Sequence[Statistic] | None = None, device: torch.device | None = None, keys_rotated: bool | None = None,
-    ) -> Slots:  # fmt: skip
+        self,
+        shape: LayerShape,
+        parts: Sequence[LayerHeads],
+        policy: Policy,
+        cadence: Cadence,
+        budget: Budget,
+        statistics: Sequence[Statistic] | None = None,
+        device: torch.device | None = None,
+        keys_rotated: bool | None = None,
+    ) -> Slots:
         """Slots; those that are given their statistics are not coded."""
         model, config = self._model, self._config
         codec = config.kv if statistics is None else None
@@ -232,10 +239,20 @@ class Layout:
         if statistics is None:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(
-            shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
-            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=device or shape.device or model.device,
-            dtype=self._dtype, keys_rotated=keys_rotated, codec=codec,
-        )  # fmt: skip
+            shape,
+            parts=parts,
+            policy=policy,
+            statistics=statistics,
+            cadence=cadence,
+            budget=budget,
+            num_layers=len(model.layers),
+            streams=self._streams,
+            seed=config.seed,
+            device=device or shape.device or model.device,
+            dtype=self._dtype,
+            keys_rotated=keys_rotated,
+            codec=codec,
+        )
 
 
 def _names(policy: Policy) -> set[str]:

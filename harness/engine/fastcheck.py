@@ -196,7 +196,7 @@ def _step_ladder(by_kernel: bool, captured: bool, fused: bool) -> list[Rung]:
 
 def _choose(
     check: MethodCheck, ladder: Sequence[Rung], whole: Trial, slow: Callable[[Trial], str]
-) -> tuple[Method, Trial, list[str]]:  # fmt: skip
+) -> tuple[Method, Trial, list[str]]:
     """The first method that agrees with the plain walk, is used and is not slower; else the plain walk.
 
     Args:

@@ -120,9 +120,12 @@ class ForeignDecoder:
         hooked = nullcontext() if self._hooks is None else self._hooks.on(self._modules, self.model.hf)
         with implemented_by(self._loop.attention), hooked:
             out = self.model.hf(
-                input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True,
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
                 logits_to_keep=0 if keep is None else keep,
-            )  # fmt: skip
+            )
         self._read = end
         logits: Tensor = out.logits
         return logits

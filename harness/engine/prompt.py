@@ -79,9 +79,14 @@ class Whole:
         return counts
 
     def _kept_of_layer(
-        self, layer: int, capacity: int | None, requested: Tensor | None, of_table: Sequence[int] | None, floor: int | None,
+        self,
+        layer: int,
+        capacity: int | None,
+        requested: Tensor | None,
+        of_table: Sequence[int] | None,
+        floor: int | None,
         pages: Pages | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The slots of one layer whose tokens stay. [N, S] bool."""
         slots, rows = self._slots[layer], self.rows[layer]
         held, kept = rows.rank < slots.empty_rank, slots.shape.kept(capacity)

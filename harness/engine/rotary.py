@@ -213,9 +213,11 @@ def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[
         start = candidate.pair(at_zero)
         errors = [
             (rotate(start, candidate.factors(torch.tensor(p, device=start.device), start.dtype, p + 1)) - candidate.pair(x))
-            .abs().amax().item()
+            .abs()
+            .amax()
+            .item()
             for p, x in samples.items()
-        ]  # fmt: skip
+        ]
         if max(errors) <= tolerance * scale:
             return candidate
     raise LookupError("no known RoPE layout reproduces its keys (learned or other absolute positions?)")

@@ -144,9 +144,13 @@ class Rows(HeldRows):
             by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
             excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)
             victims = of_layers(
-                by_layer[0], by_layer[1], excess.masked_fill(excess < heads * slots.every, 0), by_layer[2], budget.floor,
+                by_layer[0],
+                by_layer[1],
+                excess.masked_fill(excess < heads * slots.every, 0),
+                by_layer[2],
+                budget.floor,
                 slots.most_victims,
-            ).flatten(0, 1)  # fmt: skip
+            ).flatten(0, 1)
         if self.summed:
             self.forget(victims)
         self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))

@@ -278,9 +278,20 @@ class StoredView(CacheView):
     """View whose keys and values are read from their windows when a policy looks at them."""
 
     def __init__(
-        self, rank: Tensor, position: Tensor, step: Tensor, keys: Window | None, values: Window, states: dict[Statistic, Tensor],
-        layer: Tensor, head: Tensor, prompt: Tensor, num_layers: int, seed: int, rotate: Rotate,
-    ) -> None:  # fmt: skip
+        self,
+        rank: Tensor,
+        position: Tensor,
+        step: Tensor,
+        keys: Window | None,
+        values: Window,
+        states: dict[Statistic, Tensor],
+        layer: Tensor,
+        head: Tensor,
+        prompt: Tensor,
+        num_layers: int,
+        seed: int,
+        rotate: Rotate,
+    ) -> None:
         """keys: None if they are kept rotated, so that the view has none. Other arguments: as of `CacheView`."""
         self.rank, self.position, self.step, self.states, self.layer = rank, position, step, states, layer
         self.head, self.prompt, self.num_layers, self.seed, self.rotate = head, prompt, num_layers, seed, rotate

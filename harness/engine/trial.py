@@ -246,9 +246,14 @@ class MethodCheck:
         return "no head of a layer could be compared with the plain walk's" if verdict.uncompared else "", verdict
 
     def _verdict(
-        self, methods: tuple[Method, Method], sizes: Sequence[int], tokens_before: int, streams: int, seed: int,
+        self,
+        methods: tuple[Method, Method],
+        sizes: Sequence[int],
+        tokens_before: int,
+        streams: int,
+        seed: int,
         wider: torch.dtype | None = None,
-    ) -> tuple[Verdict, float]:  # fmt: skip
+    ) -> tuple[Verdict, float]:
         """Replay the same inputs by a method and a reference. Returns the share of evicted tokens that are others, too.
 
         wider: dtype in which the reference is also computed, to measure its rounding error; None: it counts as exact.

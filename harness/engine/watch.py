@@ -118,11 +118,19 @@ _PASS: ContextVar[_Pass] = ContextVar("pass")
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     dropout: float = 0.0,  # noqa: ARG001 - sixth, as in transformers' own: wrappers pass it by position
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, is_causal: bool | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """The attention function registered with transformers. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, T, Q, Dv]."""
     current = _PASS.get()
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
@@ -145,9 +153,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _chunk(
-    layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, weighing: Weighing | None
-) -> Chunk:  # fmt: skip
+def _chunk(layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, weighing: Weighing | None) -> Chunk:
     """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D]."""
     end = first + query.shape[2] if causal else keys.shape[2]
     logits = query @ keys[:, :, :end].mT * terms.scaling

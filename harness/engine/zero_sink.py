@@ -18,9 +18,15 @@ ZERO_SINK = "kv_bench_zero_sink"
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    dropout: float = 0.0, scaling: float | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Causal attention with a token of zeros before the text. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     tokens = query.shape[2]
     key, value = (torch.cat([x.new_zeros(*x.shape[:2], 1, x.shape[3]), x], 2) for x in (key, value))

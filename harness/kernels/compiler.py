@@ -25,9 +25,17 @@ from kvbench.policies import Policy
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 120
 _FLAGS = [  # sums may be reordered, but infinities and NaN keep their meaning
-    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-signed-zeros", "-fassociative-math",
-]  # fmt: skip
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+]
 
 
 class Built(NamedTuple):

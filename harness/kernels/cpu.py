@@ -98,9 +98,18 @@ class CpuStepKernel:
         arrays = (*new, self._order, *rows.stored, *table, rows.rank, rows.position, rows.free, low, high, out, mass)
         threads = torch.get_num_threads() if query.numel() * attended > _MAX_SINGLE_THREAD_PRODUCTS else 1
         failed = self._kernel(
-            *(None if x is None else x.data_ptr() for x in arrays), size, rows.base, slots.num_slots, attended, self._mode,
-            self._limit, level, min(threads, size), *(self._exempt or rows.page_shape), scaling,
-        )  # fmt: skip
+            *(None if x is None else x.data_ptr() for x in arrays),
+            size,
+            rows.base,
+            slots.num_slots,
+            attended,
+            self._mode,
+            self._limit,
+            level,
+            min(threads, size),
+            *(self._exempt or rows.page_shape),
+            scaling,
+        )
         if failed:
             raise MemoryError("no scratch memory for a decode step")
         return out.to(query.dtype)
@@ -149,11 +158,21 @@ class CpuReleaseKernel:
         prompt = prompts_of(rows) if "prompt" in self._reads else None
         arrays = (tensors.rank, tensors.position, slots.layer_index, head, prompt, step, tensors.free)
         failed = self._kernel(
-            None if mass is None else mass.data_ptr(), states, *(None if x is None else x.data_ptr() for x in arrays),
-            len(tensors.rank), slots.streams * slots.shape.heads, slots.shape.heads, slots.shape.group, slots.num_slots,
-            rows.rank.shape[1], slots.every if full else 0, slots.every, slots.shape.sliding_window or 0, slots.num_layers,
+            None if mass is None else mass.data_ptr(),
+            states,
+            *(None if x is None else x.data_ptr() for x in arrays),
+            len(tensors.rank),
+            slots.streams * slots.shape.heads,
+            slots.shape.heads,
+            slots.shape.group,
+            slots.num_slots,
+            rows.rank.shape[1],
+            slots.every if full else 0,
+            slots.every,
+            slots.shape.sliding_window or 0,
+            slots.num_layers,
             mixed_seed(slots.seed),
-        )  # fmt: skip
+        )
         if failed:
             raise MemoryError("no scratch memory for the bookkeeping of a decode step")
 

@@ -81,12 +81,31 @@ class CompeteKernel:
         before = (tensors.rank, tensors.position, slots.layer_index, heads_of(rows), prompts_of(rows), step, tensors.free)
         budgets = budget.of_rows if budget.floor is None else None
         freed = self._kernel(
-            _pointer(importance), _pointer(mass) if self.updates else None, states, *map(_pointer, before), of_slots, of_pool,
-            _pointer(tensors.pages.table), _pointer(budgets), len(of_slots), tensors.pages.table.shape[1], tensors.pages.size,
-            len(tensors.rank), slots.rows, slots.shape.heads, slots.shape.group, slots.num_slots, rows.rank.shape[1], int(full),
-            slots.every, slots.capacity, -1 if budget.floor is None else budget.floor, slots.shape.sliding_window or 0,
-            slots.num_layers, mixed_seed(slots.seed),
-        )  # fmt: skip
+            _pointer(importance),
+            _pointer(mass) if self.updates else None,
+            states,
+            *map(_pointer, before),
+            of_slots,
+            of_pool,
+            _pointer(tensors.pages.table),
+            _pointer(budgets),
+            len(of_slots),
+            tensors.pages.table.shape[1],
+            tensors.pages.size,
+            len(tensors.rank),
+            slots.rows,
+            slots.shape.heads,
+            slots.shape.group,
+            slots.num_slots,
+            rows.rank.shape[1],
+            int(full),
+            slots.every,
+            slots.capacity,
+            -1 if budget.floor is None else budget.floor,
+            slots.shape.sliding_window or 0,
+            slots.num_layers,
+            mixed_seed(slots.seed),
+        )
         if freed < 0:
             raise MemoryError("no scratch memory for the bookkeeping of a decode step")
         if freed:

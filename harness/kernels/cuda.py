@@ -160,10 +160,16 @@ class CudaReleaseKernel:
         block = min(BOOKKEEPING_BLOCK, max(_THREADS, next_power(attended)))  # at least a slot a thread
         kernel = cuda_attention.kernels().release[(len(rows.rank),)]
         arrays = (
-            unused if mass is None else mass, arrays_of(rows), rows.rank, rows.position, rows.free, layers,
-            heads_of(rows) if "head" in reads else unused, prompts_of(rows) if "prompt" in reads else unused,
+            unused if mass is None else mass,
+            arrays_of(rows),
+            rows.rank,
+            rows.position,
+            rows.free,
+            layers,
+            heads_of(rows) if "head" in reads else unused,
+            prompts_of(rows) if "prompt" in reads else unused,
             unused if clock is None else clock,
-        )  # fmt: skip
+        )
         options = {"ASKED": mass is not None, "MOST": "most" in reads, "HEAD": "head" in reads, "PROMPT": "prompt" in reads}
         window, seed = slots.shape.sliding_window or 0, mixed_seed(slots.seed)
         begin = (*arrays, rows.base, slots.num_slots, attended, slots.streams * heads, heads)
@@ -270,9 +276,18 @@ class CudaWalkKernel:
         return cls(AttentionKernels(slots, mode, limit, longest), release, in_graphs and slots.device.type in _GRAPH_DEVICES)
 
     def __call__(
-        self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, tokens_before: int, written: FirstValues | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        slots: Slots,
+        rows: Rows,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        ordered: bool,
+        tokens_before: int,
+        written: FirstValues | None = None,
+    ) -> Tensor:
         """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`."""
         tokens = keys.shape[2]
         first = first_values(rows, written, tokens)

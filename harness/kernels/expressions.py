@@ -53,15 +53,31 @@ class Dialect:
 
 
 C = Dialect(
-    "({0} ? {1} : {2})", "(!{0})", "((float){0})", "((int64_t){0})", "state.of[{0}]", "({0} / {1})", "sqrtf({0})",
-    "expf({0})", "logf({0})", lambda x: f"{x}LL",
+    "({0} ? {1} : {2})",
+    "(!{0})",
+    "((float){0})",
+    "((int64_t){0})",
+    "state.of[{0}]",
+    "({0} / {1})",
+    "sqrtf({0})",
+    "expf({0})",
+    "logf({0})",
+    lambda x: f"{x}LL",
     lambda x: {"inf": "INFINITY", "-inf": "(-INFINITY)", "nan": "NAN"}.get(repr(x), f"((float){x!r})"),
-)  # fmt: skip
+)
 TRITON = Dialect(
-    "tl.where({0}, {1}, {2})", "({0} == 0)", "tl.cast({0}, tl.float32)", "tl.cast({0}, tl.int64)", "state[{0}]",
-    "tl.div_rn({0}, {1})", "tl.sqrt_rn({0})", "tl.exp({0})", "tl.log({0})", str,
+    "tl.where({0}, {1}, {2})",
+    "({0} == 0)",
+    "tl.cast({0}, tl.float32)",
+    "tl.cast({0}, tl.int64)",
+    "state[{0}]",
+    "tl.div_rn({0}, {1})",
+    "tl.sqrt_rn({0})",
+    "tl.exp({0})",
+    "tl.log({0})",
+    str,
     lambda x: repr(x) if isfinite(x) else f'float("{x}")',
-)  # fmt: skip
+)
 
 
 class Expression:

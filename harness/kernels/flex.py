@@ -62,9 +62,13 @@ def flex(query: Tensor, keys: Tensor, values: Tensor, padding: int, window: int,
     mask = _block_mask(shape[3], keys.shape[2], before, window, query.device)
     with torch._dynamo.config.patch(recompile_limit=_MAX_SHAPES, accumulated_recompile_limit=_MAX_SHAPES):
         out, extra = _compiled(query.device.type)(
-            query.flatten(1, 2).contiguous(), keys.contiguous(), values.contiguous(), block_mask=mask, scale=terms.scaling,
+            query.flatten(1, 2).contiguous(),
+            keys.contiguous(),
+            values.contiguous(),
+            block_mask=mask,
+            scale=terms.scaling,
             enable_gqa=shape[2] > 1,
-        )  # fmt: skip
+        )
     log_sum: Tensor = getattr(extra, "lse", extra)
     return out.view(shape), log_sum.view(shape[:4])
 

@@ -18,9 +18,22 @@ from kvbench.harness.kernels.expressions import BINARY, Build, Expression, Kind,
 _DTYPES: dict[Any, Kind] = {torch.bool: "bool", torch.int64: "int", torch.float32: "float"}
 _REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
 _METHODS = {  # that are functions of torch, too
-    "abs", "amax", "amin", "clamp", "exp", "log", "masked_fill", "maximum", "mean", "minimum", "pow", "sqrt", "square", "sum",
+    "abs",
+    "amax",
+    "amin",
+    "clamp",
+    "exp",
+    "log",
+    "masked_fill",
+    "maximum",
+    "mean",
+    "minimum",
+    "pow",
+    "sqrt",
+    "square",
+    "sum",
     "unbind",
-}  # fmt: skip
+}
 _ALIASES = {"div": "truediv", "true_divide": "truediv", "floor_divide": "floordiv", "remainder": "mod", "neg": "neg"}
 
 

@@ -65,15 +65,30 @@ def rotate_into(out: Tensor, x: Tensor, factors: Tensor | None, halves: int = 0)
     x = x if x.stride(-1) == 1 else x.contiguous()
     constants = sizes(dim)
     _kernels().rotate[(streams * heads, ceil(tokens / constants["BLOCK"]))](
-        x, _numbers(factors, x), out, *x.stride()[:3], *out.stride()[:3], heads, tokens, ROTATES=factors is not None,
-        HALVES=halves, **constants,
-    )  # fmt: skip
+        x,
+        _numbers(factors, x),
+        out,
+        *x.stride()[:3],
+        *out.stride()[:3],
+        heads,
+        tokens,
+        ROTATES=factors is not None,
+        HALVES=halves,
+        **constants,
+    )
 
 
 def merge(
-    near: Tensor, log_sum: Tensor, query: Tensor, factors: Tensor | None, halves: int, keys: Tensor, values: Tensor, gap: int,
+    near: Tensor,
+    log_sum: Tensor,
+    query: Tensor,
+    factors: Tensor | None,
+    halves: int,
+    keys: Tensor,
+    values: Tensor,
+    gap: int,
     scaling: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Merge a window's attention with that of the sinks, whose scores stay in float32.
 
     Args:
@@ -94,10 +109,24 @@ def merge(
     query = query if query.stride(-1) == 1 else query.contiguous()
     streams, heads = query.shape[:2]
     _kernels().merge[(streams * heads, ceil(tokens / constants["BLOCK"]))](
-        query, _numbers(factors, query), keys.contiguous(), values.contiguous(), near, log_sum.contiguous(), near,
-        *query.stride()[:3], heads, group, tokens, keys.shape[2], gap, scaling, ROTATES=factors is not None, HALVES=halves,
+        query,
+        _numbers(factors, query),
+        keys.contiguous(),
+        values.contiguous(),
+        near,
+        log_sum.contiguous(),
+        near,
+        *query.stride()[:3],
+        heads,
+        group,
+        tokens,
+        keys.shape[2],
+        gap,
+        scaling,
+        ROTATES=factors is not None,
+        HALVES=halves,
         **constants,
-    )  # fmt: skip
+    )
     return near
 
 

@@ -109,9 +109,14 @@ class _View(CacheView):
 
 
 _REFUSED = {
-    "keys": "keys or values", "values": "keys or values", "rotated_keys": "rotated keys", "rotate": "rotated keys",
-    "by_rank": "'by_rank', which compares slots", "by_slot": "'by_slot', which compares slots", "seed": "'seed' of a view",
-}  # fmt: skip
+    "keys": "keys or values",
+    "values": "keys or values",
+    "rotated_keys": "rotated keys",
+    "rotate": "rotated keys",
+    "by_rank": "'by_rank', which compares slots",
+    "by_slot": "'by_slot', which compares slots",
+    "seed": "'seed' of a view",
+}
 
 
 def _width(statistic: Statistic) -> int | None:

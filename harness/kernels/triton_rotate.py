@@ -51,9 +51,23 @@ def turned(re, im, factors, t, here, D: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def rotate(
-    x, factors, out, x_stream, x_head, x_token, out_stream, out_head, out_token, heads, tokens, ROTATES: tl.constexpr,
-    HALVES: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    factors,
+    out,
+    x_stream,
+    x_head,
+    x_token,
+    out_stream,
+    out_head,
+    out_token,
+    heads,
+    tokens,
+    ROTATES: tl.constexpr,
+    HALVES: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Pair and rotate: x [B, N, T, D], out [B, N, T, D] with these strides; factors [T, D / 2, 2]. Grid: (B * N, blocks of T).
 
     If not ROTATES, `factors` is not read and vectors are only paired.
@@ -70,9 +84,28 @@ def rotate(
 
 @triton.jit(do_not_specialize=["gap"])
 def merge(
-    query, factors, keys, values, near, log_sum, out, query_stream, query_head, query_token, heads, group, tokens, sinks, gap,
-    scaling, ROTATES: tl.constexpr, HALVES: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    query,
+    factors,
+    keys,
+    values,
+    near,
+    log_sum,
+    out,
+    query_stream,
+    query_head,
+    query_token,
+    heads,
+    group,
+    tokens,
+    sinks,
+    gap,
+    scaling,
+    ROTATES: tl.constexpr,
+    HALVES: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the sinks to the softmax over a window. Grid: (B * N, blocks of T).
 
     query: unrotated [B, N, T, D], with these strides; factors: of the query, [T, D / 2, 2], read if ROTATES. keys: rotated, pairs

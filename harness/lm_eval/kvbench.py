@@ -71,10 +71,15 @@ class KVBench(HFLM):  # type: ignore[misc]
         log.setLevel(logging.ERROR)  # it warns when it gets a model instead of a name
         try:
             super().__init__(
-                pretrained=reader.model.hf, backend="causal", tokenizer=tokenizer, max_length=max_length,
-                batch_size=reader.batch, add_bos_token=add_bos_token, prefix_token_id=prefix_token_id,
+                pretrained=reader.model.hf,
+                backend="causal",
+                tokenizer=tokenizer,
+                max_length=max_length,
+                batch_size=reader.batch,
+                add_bos_token=add_bos_token,
+                prefix_token_id=prefix_token_id,
                 chat_template_args=chat_template_args,
-            )  # fmt: skip
+            )
         finally:
             log.setLevel(level)
         self.truncated = 0  # requests longer than max_length
@@ -98,9 +103,14 @@ class KVBench(HFLM):  # type: ignore[misc]
             del options["device"]  # it is lm-eval's default, which its `hf` ignores too
         arguments = Arguments.from_model_args(dict(arg_dict) | options)
         return cls(
-            *arguments.loaded(), arguments.max_length, arguments.add_bos_token, arguments.prefix_token_id,
-            arguments.chat_template_args, arguments.sample_seed, signature=arguments.signature,
-        )  # fmt: skip
+            *arguments.loaded(),
+            arguments.max_length,
+            arguments.add_bos_token,
+            arguments.prefix_token_id,
+            arguments.chat_template_args,
+            arguments.sample_seed,
+            signature=arguments.signature,
+        )
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Use lm-eval's file of answers (`use_cache`), which is keyed by requests alone.
@@ -135,10 +145,17 @@ class KVBench(HFLM):  # type: ignore[misc]
         """The policy and how prompts are read, for lm-eval's results."""
         config = self.reader.config
         return {
-            "policy": type(config.policy).__name__, "parameters": parameters_of(config.policy), "capacity": config.capacity,
-            "evict": config.evict, "positions": config.positions, "prompt": self.reader.prompt, "requests": self.requests,
-            "over_capacity": self.over_capacity, "truncated": self.truncated, "sample_seed": self._sample_seed,
-        }  # fmt: skip
+            "policy": type(config.policy).__name__,
+            "parameters": parameters_of(config.policy),
+            "capacity": config.capacity,
+            "evict": config.evict,
+            "positions": config.positions,
+            "prompt": self.reader.prompt,
+            "requests": self.requests,
+            "over_capacity": self.over_capacity,
+            "truncated": self.truncated,
+            "sample_seed": self._sample_seed,
+        }
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""

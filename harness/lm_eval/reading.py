@@ -173,10 +173,15 @@ class RequestReader:
         return [scores[number] for number in range(len(requests))]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, ended: Callable[[list[int]], bool],
-        done: Callable[[int], Any] = _ignore_progress, cuts: Sequence[int] | None = None, seeds: Sequence[int] | None = None,
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        ended: Callable[[list[int]], bool],
+        done: Callable[[int], Any] = _ignore_progress,
+        cuts: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
         sampler: Callable[[Sequence[int]], Sampler] = Sampler,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Generate after every prompt, which has at least one token. An answer includes the token that completed it.
 
         `ended` says whether an answer is complete; `done` is called with the number of prompts just done. `cuts` are the tokens
@@ -256,9 +261,13 @@ class RequestReader:
 
     @torch.inference_mode()
     def _answers(
-        self, prompts: Sequence[list[int]], cuts: Sequence[int], max_tokens: int, ended: Callable[[list[int]], bool],
+        self,
+        prompts: Sequence[list[int]],
+        cuts: Sequence[int],
+        max_tokens: int,
+        ended: Callable[[list[int]], bool],
         draw: Sampler,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Answer a batch of prompts. As many of their tokens as the shortest has are read in blocks, those of equal prompts once.
 
         Then all streams step together: longer prompts are still being read while others answer.

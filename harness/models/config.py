@@ -12,9 +12,18 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
 
 _COUNTS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "n_embd",
+    "n_layer",
+    "n_head",
+)
 
 
 def read_config(directory: Path) -> PreTrainedConfig:

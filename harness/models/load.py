@@ -22,9 +22,16 @@ from kvbench.harness.models.selfcheck import check, has_finite_output
 from kvbench.harness.models.weights import read_weights
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "merges.txt",
-    "tekken.json", "tiktoken.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "merges.txt",
+    "tekken.json",
+    "tiktoken.model",
+)
 _LEAST_USED = 0.9  # share of a vocabulary that its tokenizer uses
 _PADDING = 256  # entries of a vocabulary, up to which even a small one may be padded
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,9 +62,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def load(
-    model: str | Path, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None, gguf_file: str | None = None,
+    model: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    gguf_file: str | None = None,
     pickle: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in evaluation mode, and its tokenizer, as `kvbench.Cache` and transformers take them.
 
     Args:
@@ -120,8 +132,10 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{name}: has no tokenizer.json or other tokenizer file, which this task needs to read text")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=False, mistral_format=False,  # else decided by whether mistral-common is installed
-        )  # fmt: skip
+            directory,
+            trust_remote_code=False,
+            mistral_format=False,  # else decided by whether mistral-common is installed
+        )
     except Exception as error:  # transformers and tokenizers raise many kinds
         raise UserError(
             f"{name}: its tokenizer can't be read ({type(error).__name__}: {first_cause(error)}): is tokenizer.json complete?"
@@ -189,7 +203,7 @@ def load_model(
 
 def _placed(
     directory: Path, config: Any, dtype: torch.dtype, device: torch.device, allow_pickle: bool, random: bool, devices: int
-) -> PreTrainedModel:  # fmt: skip
+) -> PreTrainedModel:
     """The model, on its devices."""
     if devices > 1:
         places = device_map(config, dtype, devices_for_layers(device, devices), AutoModelForCausalLM)

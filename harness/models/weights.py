@@ -21,9 +21,16 @@ _MAX_NAMED_TENSORS = 3
 
 
 def read_weights(
-    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool, model_class: Any = AutoModelForCausalLM,
-    attn_implementation: str | None = NAME, *, head: bool = True, **placed: Any,
-) -> PreTrainedModel:  # fmt: skip
+    directory: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    allow_pickle: bool,
+    model_class: Any = AutoModelForCausalLM,
+    attn_implementation: str | None = NAME,
+    *,
+    head: bool = True,
+    **placed: Any,
+) -> PreTrainedModel:
     """Read a model with all its weights.
 
     `placed` are options of `from_pretrained` that say on which devices its parts go; without them, on the CPU.

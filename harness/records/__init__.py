@@ -14,6 +14,16 @@ from kvbench.harness.records.record import (
 from kvbench.harness.records.store import LOCK, RecordStore, publish
 
 __all__ = [
-    "LOCK", "MIGRATIONS", "NUMERICS_VERSION", "RECORD_VERSION", "Problem", "Record", "RecordStore", "digest", "from_the_future",
-    "newest", "publish", "read",
-]  # fmt: skip
+    "LOCK",
+    "MIGRATIONS",
+    "NUMERICS_VERSION",
+    "RECORD_VERSION",
+    "Problem",
+    "Record",
+    "RecordStore",
+    "digest",
+    "from_the_future",
+    "newest",
+    "publish",
+    "read",
+]

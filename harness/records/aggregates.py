@@ -20,9 +20,14 @@ _FIRST_BUCKET_TOKENS = 256  # each further bucket ends at twice the position
 
 
 def nll_figures(
-    nll: NDArray[np.float32], prefix: int, starts: Sequence[int], stride: int = 1, streams: int = 1, prompt: int = 0,
+    nll: NDArray[np.float32],
+    prefix: int,
+    starts: Sequence[int],
+    stride: int = 1,
+    streams: int = 1,
+    prompt: int = 0,
     length: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Figures of per-token NLLs.
 
     Args:

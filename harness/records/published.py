@@ -206,10 +206,18 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     rows.sort(key=lambda row: (row["name"], row["record"]))
     with atomic_write(path, "wb") as file:
         parquet.write_table(
-            pa.Table.from_pylist(rows, _schema()), file, compression="zstd", compression_level=19,
-            row_group_size=2**24, data_page_size=2**28, write_batch_size=2**20, write_statistics=False, store_schema=False,
-            use_dictionary=["cell_id", "record", "name"], column_encoding={"values.list.element": "BYTE_STREAM_SPLIT"},
-        )  # fmt: skip
+            pa.Table.from_pylist(rows, _schema()),
+            file,
+            compression="zstd",
+            compression_level=19,
+            row_group_size=2**24,
+            data_page_size=2**28,
+            write_batch_size=2**20,
+            write_statistics=False,
+            store_schema=False,
+            use_dictionary=["cell_id", "record", "name"],
+            column_encoding={"values.list.element": "BYTE_STREAM_SPLIT"},
+        )
 
 
 def _schema() -> pa.Schema:
@@ -220,10 +228,17 @@ def _schema() -> pa.Schema:
     """
     import pyarrow as pa
 
-    return pa.schema({
-        "cell_id": pa.string(), "record": pa.string(), "name": pa.string(),
-        "values": pa.list_(pa.float64()), "decimals": pa.int8(), "text": pa.string(), "content": pa.binary(),
-    })  # fmt: skip
+    return pa.schema(
+        {
+            "cell_id": pa.string(),
+            "record": pa.string(),
+            "name": pa.string(),
+            "values": pa.list_(pa.float64()),
+            "decimals": pa.int8(),
+            "text": pa.string(),
+            "content": pa.binary(),
+        }
+    )
 
 
 def _split(value: Any, name: str, depth: int, rows: list[dict[str, Any]]) -> Any:

@@ -88,11 +88,19 @@ class Record:
         if task and ok:
             metrics.check(cell.task)
         return cls(
-            cell, envelope.cell_id, envelope.key, envelope.status,
+            cell,
+            envelope.cell_id,
+            envelope.key,
+            envelope.status,
             None if envelope.error is None else _part(Failure, "error", value),
-            metrics, _part(task.data_facts if task else Data, "data", value), _part(Facts, "facts", value), envelope.finished,
-            None if envelope.trace is None else _part(Trace, "trace", value), envelope.numerics, envelope.version,
-        )  # fmt: skip
+            metrics,
+            _part(task.data_facts if task else Data, "data", value),
+            _part(Facts, "facts", value),
+            envelope.finished,
+            None if envelope.trace is None else _part(Trace, "trace", value),
+            envelope.numerics,
+            envelope.version,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The content of its file."""

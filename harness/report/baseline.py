@@ -241,10 +241,12 @@ def _list_files(folder: Path) -> dict[str, CellFiles]:
         if record.cell_id in listed or (record.trace and not isinstance(trace, TraceFile)):
             raise UserError(f"{path}: a duplicate record of its cell, or without its trace")
         listed[record.cell_id] = CellFiles(
-            status=record.status, record=name, sha256=_digest(record),
+            status=record.status,
+            record=name,
+            sha256=_digest(record),
             trace=str(PurePosixPath(name).with_name(record.trace.file)) if record.trace else None,
             trace_sha256=hashlib.sha256(trace.getbuffer()).hexdigest() if isinstance(trace, TraceFile) else None,
-        )  # fmt: skip
+        )
     if not listed:
         raise UserError(f"{folder}: no records")
     return listed

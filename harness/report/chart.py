@@ -38,8 +38,15 @@ _MEMBERS = {
 }
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
 _DASHES: tuple[tuple[int, ...], ...] = (
-    (1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 3), (4, 2, 1, 2), (10, 2, 2, 2, 2, 2), (3, 5),
-)  # fmt: skip
+    (1, 0),
+    (6, 3),
+    (2, 2),
+    (8, 3, 2, 3),
+    (12, 3),
+    (4, 2, 1, 2),
+    (10, 2, 2, 2, 2, 2),
+    (3, 5),
+)
 _STRIDE = 3  # from one family or variant to the next; prime to the number of shapes and of dashes
 _PLACES = {policy: (family, place) for family, members in _MEMBERS.items() for place, policy in enumerate(members)}
 _FAMILIES = list(_COLOURS)
@@ -269,14 +276,25 @@ def config(theme: str) -> dict[str, Any]:
     """Vega-Lite configuration of a theme: light or dark."""
     text, line, colours = _INKS[theme]
     return {
-        "background": None, "font": _FONT, "view": {"stroke": None},
+        "background": None,
+        "font": _FONT,
+        "view": {"stroke": None},
         "range": {"category": list(colours)},
         "axis": {
-            "labelColor": text, "titleColor": text, "domainColor": line, "tickColor": line, "gridColor": line,
-            "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12, "gridOpacity": 0.6, "gridWidth": 0.5,
+            "labelColor": text,
+            "titleColor": text,
+            "domainColor": line,
+            "tickColor": line,
+            "gridColor": line,
+            "titleFontWeight": "normal",
+            "labelFontSize": 11,
+            "titleFontSize": 12,
+            "gridOpacity": 0.6,
+            "gridWidth": 0.5,
         },
         "legend": {"labelColor": text, "titleColor": text, "labelFontSize": 11, "symbolStrokeWidth": 2.5, "labelLimit": 260},
         "title": {"color": text, "fontSize": 13, "anchor": "start", "fontWeight": "normal"},
         "header": {"labelColor": text, "titleColor": text, "labelFontSize": 12},
-        "rule": {"color": text}, "text": {"color": text, "fontSize": 11},
-    }  # fmt: skip
+        "rule": {"color": text},
+        "text": {"color": text, "fontSize": 11},
+    }

@@ -253,9 +253,15 @@ class JudgedMetric:
         interval = "" if d.low is None or d.high is None else f"[{_signed(d.low, d)}, {_signed(d.high, d)}]"
         change = "" if d.change is None else _signed(d.change, d)
         return {
-            "cell": self.cell, "metric": d.metric, "a": _plain(d.a), "b": _plain(d.b), "change": change,
-            "95 % interval": interval, "verdict": d.verdict, "why": d.why,
-        }  # fmt: skip
+            "cell": self.cell,
+            "metric": d.metric,
+            "a": _plain(d.a),
+            "b": _plain(d.b),
+            "change": change,
+            "95 % interval": interval,
+            "verdict": d.verdict,
+            "why": d.why,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures, unrounded."""

@@ -118,9 +118,12 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     table = []
     for record in records:
         own = {
-            "cell_id": record.cell_id, "key": record.key, "status": record.status, "finished": record.finished,
+            "cell_id": record.cell_id,
+            "key": record.key,
+            "status": record.status,
+            "finished": record.finished,
             "error": record.error.kind if record.error else None,
-        }  # fmt: skip
+        }
         row: dict[str, Any] = dict(own)
         for name, part in (("", record.cell), ("metrics.", record.metrics), ("data.", record.data), ("facts.", record.facts)):
             row |= _flat(name, part.as_json())

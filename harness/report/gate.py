@@ -106,9 +106,11 @@ def verdict(findings: Sequence[Finding], allow_better: bool = False) -> str:
 
 
 def remeasure(
-    findings: Sequence[Finding], base: Sequence[Record], bands: Mapping[str, Band],
+    findings: Sequence[Finding],
+    base: Sequence[Record],
+    bands: Mapping[str, Band],
     measure: Callable[[Collection[str]], Sequence[Record]],
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Measure again what looked slower, faster, larger or smaller, until two of three measurements agree.
 
     Args:
@@ -163,9 +165,14 @@ def _cell(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
         yield "data", "could not compare", difference
         return
     for run_check in (
-        gate_figures.method, gate_figures.consistent, gate_figures.exactness, gate_figures.table, gate_figures.answers,
-        gate_figures.flags, _quality,
-    ):  # fmt: skip
+        gate_figures.method,
+        gate_figures.consistent,
+        gate_figures.exactness,
+        gate_figures.table,
+        gate_figures.answers,
+        gate_figures.flags,
+        _quality,
+    ):
         yield from run_check(pair)
     yield from gate_times.timed(pair, bands)
 

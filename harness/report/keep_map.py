@@ -171,23 +171,34 @@ def specification(kept: Map, title: str) -> dict[str, Any]:
     layers = int(kept.layer.max()) + 1
     step = {"field": "step", "type": "ordinal", "title": "after step", "axis": _STEP_LABELS}
     share = {
-        "field": "share", "type": "quantitative", "title": "share of KV heads",
-        "scale": {"domain": [0, 1], "range": _SHADES, "interpolate": "rgb"}, "legend": {"format": ".0%"},
-    }  # fmt: skip
+        "field": "share",
+        "type": "quantitative",
+        "title": "share of KV heads",
+        "scale": {"domain": [0, 1], "range": _SHADES, "interpolate": "rgb"},
+        "legend": {"format": ".0%"},
+    }
     panel = {
-        "width": _PANEL_PIXELS, "height": _PANEL_PIXELS, "mark": {"type": "rect"},
+        "width": _PANEL_PIXELS,
+        "height": _PANEL_PIXELS,
+        "mark": {"type": "rect"},
         "encoding": {
-            "x": step, "y": {"field": "low", "type": "quantitative", "title": "position", "scale": {"nice": False}},
-            "y2": {"field": "high"}, "color": share,
+            "x": step,
+            "y": {"field": "low", "type": "quantitative", "title": "position", "scale": {"nice": False}},
+            "y2": {"field": "high"},
+            "color": share,
         },
-    }  # fmt: skip
+    }
     facet = {"field": "layer", "type": "ordinal", "header": {"titleFontSize": 0, "labelExpr": "'layer ' + datum.value"}}
     width = _band_width(_columns(kept))
     said = f"A band of {width} positions has the shade of the one that most KV heads hold." if width > 1 else ""
     return {
-        "title": {"text": title, "subtitle": said, "subtitleColor": _GREY}, "data": {"values": list(_bars(kept))},
-        "facet": facet | {"title": None}, "columns": min(4, layers), "spacing": _SPACING_PIXELS, "spec": panel,
-    }  # fmt: skip
+        "title": {"text": title, "subtitle": said, "subtitleColor": _GREY},
+        "data": {"values": list(_bars(kept))},
+        "facet": facet | {"title": None},
+        "columns": min(4, layers),
+        "spacing": _SPACING_PIXELS,
+        "spec": panel,
+    }
 
 
 def shares(kept: Map) -> tuple[NDArray[np.float64], list[int]]:

@@ -52,10 +52,16 @@ def _default(question: dict[str, Any]) -> list[str | Chart]:
     answers = [f"- {md(size(budget['capacity']))}: {md(budget['finding'])}" for budget in question["budgets"]]
     picture = over_budgets(question, _PICTURE)
     return [
-        f"## {md(question['model'])}, {md(question['subject'])}\n", f"{md(question['about'])}\n",
-        *answers, "", *([picture] if picture else []), f"At {md(size(shown['capacity']))}:\n",
-        *_table(question, shown), _flagged(question, shown), "",
-    ]  # fmt: skip
+        f"## {md(question['model'])}, {md(question['subject'])}\n",
+        f"{md(question['about'])}\n",
+        *answers,
+        "",
+        *([picture] if picture else []),
+        f"At {md(size(shown['capacity']))}:\n",
+        *_table(question, shown),
+        _flagged(question, shown),
+        "",
+    ]
 
 
 def _middle(question: dict[str, Any]) -> dict[str, Any]:
@@ -123,14 +129,17 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     head = ["rank", "policy", unit, "perplexity", *map(md, tasks), "K/V", "of dense", *(["ms/token", "x dense"] if timed else [])]
     lines = [
         [
-            _rank(row), md(_name(row)), "" if row["loss"] is None else loss_text(row["loss"]),
+            _rank(row),
+            md(_name(row)),
+            "" if row["loss"] is None else loss_text(row["loss"]),
             _perplexity(row, budget),
-            *(_right(row, task) for task in tasks), cache_bytes(row["kv_bytes"]),
+            *(_right(row, task) for task in tasks),
+            cache_bytes(row["kv_bytes"]),
             "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
             *([_number(row["ms"]), _number(row["times_dense"] and row["times_dense"][0])] if timed else []),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return table(head, lines, "rl" + "r" * (len(head) - 2))
 
 

@@ -63,17 +63,31 @@ def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict
             for q, k in np.argwhere(np.isfinite(logits[layer]))
         ]
         axis = {"type": "ordinal", "axis": {"labelOverlap": True, "labelAngle": 0, "ticks": False}}
-        panels.append({
-            "title": f"layer {layer}", "data": {"values": values}, "mark": "rect", "width": 180, "height": 180,
-            "encoding": {
-                "x": {"field": "key", **axis, "title": "token attended to"}, "y": {"field": "query", **axis, "title": "query"},
-                "color": {"field": "logit", "type": "quantitative", "title": "mean logit", "scale": _logit_scale(logits[layer])},
-            },
-        })  # fmt: skip
+        panels.append(
+            {
+                "title": f"layer {layer}",
+                "data": {"values": values},
+                "mark": "rect",
+                "width": 180,
+                "height": 180,
+                "encoding": {
+                    "x": {"field": "key", **axis, "title": "token attended to"},
+                    "y": {"field": "query", **axis, "title": "query"},
+                    "color": {
+                        "field": "logit",
+                        "type": "quantitative",
+                        "title": "mean logit",
+                        "scale": _logit_scale(logits[layer]),
+                    },
+                },
+            }
+        )
     return {
-        "title": {"text": title}, "concat": panels, "columns": min(4, max(1, math.isqrt(len(panels) - 1) + 1)),
+        "title": {"text": title},
+        "concat": panels,
+        "columns": min(4, max(1, math.isqrt(len(panels) - 1) + 1)),
         "resolve": {"scale": {"color": "independent"}},
-    }  # fmt: skip
+    }
 
 
 def _logit_scale(logits: NDArray[np.float32]) -> dict[str, Any]:

@@ -27,9 +27,11 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
         name: of the file, without suffix.
     """
     rows = [
-        row for budget in question["budgets"] for row in budget["rows"]
+        row
+        for budget in question["budgets"]
+        for row in budget["rows"]
         if row["kind"] != "reference" and row["loss"] and row["loss"]["low"] is not None
-    ]  # fmt: skip
+    ]
     most = _typical(sorted({r["name"]: max(x["loss"]["value"] for x in rows if x["name"] == r["name"]) for r in rows}.values()))
     shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
     if not shown:
@@ -56,11 +58,15 @@ def _typical(losses: list[float]) -> float:
 def _values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
-            "policy": row["name"], "capacity": row["capacity"], "loss": row["loss"]["value"], "low": row["loss"]["low"],
-            "high": row["loss"]["high"], "kib": None if row["kv_bytes"] is None else round(row["kv_bytes"] / 1024, 2),
+            "policy": row["name"],
+            "capacity": row["capacity"],
+            "loss": row["loss"]["value"],
+            "low": row["loss"]["low"],
+            "high": row["loss"]["high"],
+            "kib": None if row["kv_bytes"] is None else round(row["kv_bytes"] / 1024, 2),
         }
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
@@ -68,22 +74,26 @@ def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
     values = sorted(_values(rows), key=lambda v: (v["policy"], v["capacity"]))
     ticks = {f"{v['capacity']:g}": [f"{v['capacity']} tokens", *([f"{v['kib']:,.0f} KiB"] if v["kib"] else [])] for v in values}
     x = {
-        "field": "capacity", "type": "quantitative", "title": "kept",
+        "field": "capacity",
+        "type": "quantitative",
+        "title": "kept",
         "axis": {"values": sorted({v["capacity"] for v in values}), "labelExpr": f"({json.dumps(ticks)})[datum.value]"},
         "scale": {"type": "log", "base": 2, "nice": False, "padding": 24},
-    }  # fmt: skip
+    }
     pairs = [(row["name"], row["policy"]) for row in rows]
     colour, *others = (chart.by_policy(channel, pairs) for channel in ("color", "strokeDash", "shape"))
     both = {"x": x, "color": colour}
     line = both | {"y": lost, "strokeDash": others[0], "shape": others[1]}
     return {
-        "width": 560, "height": 260, "data": {"values": values},
+        "width": 560,
+        "height": 260,
+        "data": {"values": values},
         "layer": [
             {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"y": lost}},
             {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": both | _ends("y", lost)},
             {"mark": {"type": "line", "strokeWidth": 2.5, "point": {"size": 60}}, "encoding": line},
         ],
-    }  # fmt: skip
+    }
 
 
 def _intervals(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
@@ -93,13 +103,15 @@ def _intervals(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, An
     colour, shape = ({**chart.by_policy(channel, pairs), "legend": None} for channel in ("color", "shape"))
     point = {"type": "point", "filled": True, "size": 70, "opacity": 1}
     return {
-        "width": 420, "height": {"step": 18}, "data": {"values": _values(rows)},
+        "width": 420,
+        "height": {"step": 18},
+        "data": {"values": _values(rows)},
         "layer": [
             {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"x": lost}},
             {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"y": y, "color": colour} | _ends("x", lost)},
             {"mark": point, "encoding": {"y": y, "x": lost, "color": colour, "shape": shape}},
         ],
-    }  # fmt: skip
+    }
 
 
 def _ends(axis: str, lost: dict[str, Any]) -> dict[str, Any]:
@@ -126,15 +138,20 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
     stored = list(dict.fromkeys(v["format"] for v in sorted(values, key=lambda v: v["order"])))
     title = f"perplexity lost to dense, % (up to {_MOST_LOST})" if of_text else "right answers, %"
     x = {
-        "field": "share", "type": "quantitative", "title": "bytes of K and V, of dense's",
+        "field": "share",
+        "type": "quantitative",
+        "title": "bytes of K and V, of dense's",
         "axis": {"values": _TICKS, "labelExpr": "datum.value == 1 ? '1' : '1/' + round(1 / datum.value)"},
         "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
-    }  # fmt: skip
+    }
     y = {"field": "y", "type": "quantitative", "title": title}
     shape = {
-        "field": "format", "type": "nominal", "sort": None, "title": "K and V",
+        "field": "format",
+        "type": "nominal",
+        "sort": None,
+        "title": "K and V",
         "scale": {"domain": stored, "range": list(_FORMATS[: len(stored)])},
-    }  # fmt: skip
+    }
     colour = {"field": "policy", "type": "nominal", "sort": None, "title": "policy", "legend": {"symbolType": "circle"}}
     point = {"type": "point", "filled": False, "size": 60, "strokeWidth": 1.8, "opacity": 0.9}
     line = {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "strokeWidth": 1.2, "color": "#808080"}

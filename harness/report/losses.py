@@ -54,11 +54,21 @@ def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
     best, worst = row["rank"] or (None, None)
     asked = row["answers"][0] if measure == "answers" and row["answers"] else None
     return {
-        "evict": row["evict"], "positions": row["positions"], "capacity": row["capacity"], "policy": row["name"],
-        "kind": row["kind"], "best_rank": best, "worst_rank": worst, **_loss(row["loss"], measure),
-        "perplexity": row["perplexity"], "right": None if asked is None else 100 * asked["share"],
-        "kv_bytes": row["kv_bytes"], "kv_share": row["kv_share"], "ms": row["ms"], "status": row["status"],
-    }  # fmt: skip
+        "evict": row["evict"],
+        "positions": row["positions"],
+        "capacity": row["capacity"],
+        "policy": row["name"],
+        "kind": row["kind"],
+        "best_rank": best,
+        "worst_rank": worst,
+        **_loss(row["loss"], measure),
+        "perplexity": row["perplexity"],
+        "right": None if asked is None else 100 * asked["share"],
+        "kv_bytes": row["kv_bytes"],
+        "kv_share": row["kv_share"],
+        "ms": row["ms"],
+        "status": row["status"],
+    }
 
 
 def _loss(lost: dict[str, Any] | None, measure: str) -> dict[str, Any]:
@@ -126,10 +136,15 @@ def _compared(question: Question, row: Row, base: Row, names: dict[str, str]) ->
     cache = base if is_reference(row.records[0]) else row
     about = {"suite": visible(cell.suite), "model": visible(cell.model.id), "subject": words.subject(question)}
     return {
-        **about, "evict": visible(cache.cell.evicts), "positions": visible(cache.cell.positions),
-        "capacity": cache.cell.capacity, "policy": names[id_of(row)],
-        **_loss(part, question.measure), "reference": names[id_of(base)], "verdict": part["verdict"] if part else "can't tell",
-    }  # fmt: skip
+        **about,
+        "evict": visible(cache.cell.evicts),
+        "positions": visible(cache.cell.positions),
+        "capacity": cache.cell.capacity,
+        "policy": names[id_of(row)],
+        **_loss(part, question.measure),
+        "reference": names[id_of(base)],
+        "verdict": part["verdict"] if part else "can't tell",
+    }
 
 
 def charts(made: dict[str, Any]) -> list[chart.Chart]:

@@ -68,13 +68,16 @@ def _attention(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _panel(values: list[dict[str, Any]], names: list[str], field: str, title: str, scale: dict[str, Any]) -> dict[str, Any]:
     return {
-        "width": 340, "height": 260, "data": {"values": values}, "mark": {"type": "line", "strokeWidth": 1.5},
+        "width": 340,
+        "height": 260,
+        "data": {"values": values},
+        "mark": {"type": "line", "strokeWidth": 1.5},
         "encoding": {
             "x": {"field": "tokens", "type": "quantitative", "title": "million tokens"},
             "y": {"field": field, "type": "quantitative", "title": title, "scale": scale},
             "color": {"field": "model", "type": "nominal", "sort": names, "title": None},
         },
-    }  # fmt: skip
+    }
 
 
 _FOLDER = Path(__file__).parent / "published"
@@ -119,10 +122,15 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
     head = ["", *(column["label"] for column in columns)]
     about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
     return [
-        f"## {published['title']}\n", about, *table(head, lines, "l" + "r" * len(columns)),
-        f"What differs: {published['differs']}\n", *_missing(published, matches), *_devices(matches), *_charts(published),
+        f"## {published['title']}\n",
+        about,
+        *table(head, lines, "l" + "r" * len(columns)),
+        f"What differs: {published['differs']}\n",
+        *_missing(published, matches),
+        *_devices(matches),
+        *_charts(published),
         *_others(published, columns, [record for record, _ in records]),
-    ]  # fmt: skip
+    ]
 
 
 def _suites(published: dict[str, Any]) -> list[str]:
@@ -135,9 +143,15 @@ def _flat(record: Record) -> dict[str, Any]:
     cell = record.cell
     evict = ({} if cell.evicts == "step" else {"evict": cell.evicts}) | ({"kv": cell.stored} if cell.stored else {})
     return {
-        **cell.options, **cell.settings, "suite": cell.suite, "model": cell.model.id, "policy": cell.policy,
-        "capacity": cell.capacity, "positions": cell.positions, "seed": cell.seed,
-    } | evict  # fmt: skip
+        **cell.options,
+        **cell.settings,
+        "suite": cell.suite,
+        "model": cell.model.id,
+        "policy": cell.policy,
+        "capacity": cell.capacity,
+        "positions": cell.positions,
+        "seed": cell.seed,
+    } | evict
 
 
 def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, Any]) -> Record | None:

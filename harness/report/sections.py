@@ -190,13 +190,16 @@ def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
     )
     alone = {"legend": None} if len({v["line"] for v in values}) == 1 else {}
     return {
-        "width": 300, "height": 240, "data": {"values": values}, "mark": {"type": "line", "point": True, "strokeWidth": 2},
+        "width": 300,
+        "height": 240,
+        "data": {"values": values},
+        "mark": {"type": "line", "point": True, "strokeWidth": 2},
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "title": "step"},
             "y": {"field": "value", "type": "quantitative", "title": figure, "scale": scale},
             "color": {"field": "line", "type": "nominal", "title": None, **alone},
         },
-    }  # fmt: skip
+    }
 
 
 def _step_table(values: list[dict[str, Any]]) -> list[str]:

@@ -25,9 +25,14 @@ def _body(records: Sequence[Record]) -> list[str | Chart]:
     rows = []
     for record in records:
         figures = plain(record)
-        rows.append([
-            label(record), count(record.cell.capacity), *(number(figures.get(name)) for name in names), status(record),
-        ])  # fmt: skip
+        rows.append(
+            [
+                label(record),
+                count(record.cell.capacity),
+                *(number(figures.get(name)) for name in names),
+                status(record),
+            ]
+        )
     heads = [md(titles.get(name, name)) for name in names]
     return [task_line(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
 

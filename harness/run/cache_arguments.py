@@ -17,10 +17,16 @@ from kvbench.policies import Policy
 
 _OPTION = "kvbench.Cache"  # that messages name
 _UNDERSTOOD = {
-    "input_ids", "attention_mask", "past_key_values", "logits_to_keep", "return_dict",
-    "position_ids", "cache_position", "use_cache",  # which the decoder knows without being told
+    "input_ids",
+    "attention_mask",
+    "past_key_values",
+    "logits_to_keep",
+    "return_dict",
+    "position_ids",
+    "cache_position",
+    "use_cache",  # which the decoder knows without being told
     "tokenizer",  # of `stop_strings`: generate passes it on to the model, too
-}  # fmt: skip
+}
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:

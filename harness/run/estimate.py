@@ -37,10 +37,14 @@ class Estimate:
     def cells(self) -> dict[str, Any]:
         """The row to print."""
         return {
-            "cell": self.cell.id[:8], "policy": self.cell.name, "capacity": self.cell.capacity,
+            "cell": self.cell.id[:8],
+            "policy": self.cell.name,
+            "capacity": self.cell.capacity,
             "about": None if self.seconds is None else f"{self.seconds:,.0f} s",
-            "kv_bytes": self.kv_bytes, "weight_bytes": self.weight_bytes, "model": self.cell.model.id,
-        }  # fmt: skip
+            "kv_bytes": self.kv_bytes,
+            "weight_bytes": self.weight_bytes,
+            "model": self.cell.model.id,
+        }
 
 
 def estimates(cells: Sequence[Cell], device_name: str, tried: bool = False) -> list[Estimate]:

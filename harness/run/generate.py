@@ -47,10 +47,20 @@ class Cache(AnsweringCache):
     _in_prompt: bool  # none has come alone yet
 
     def __init__(
-        self, model: nn.Module, policy: str | Policy | type[Policy] = "dense", capacity: int | None = None, *,
-        positions: PositionMode = "cache", evict: str | Mapping[str, Any] = "step", limit: int | None = None, seed: int = 0,
-        kv: str | Mapping[str, Any] = "dtype", fast: bool = False, rope_length: int | None = None, **parameters: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        policy: str | Policy | type[Policy] = "dense",
+        capacity: int | None = None,
+        *,
+        positions: PositionMode = "cache",
+        evict: str | Mapping[str, Any] = "step",
+        limit: int | None = None,
+        seed: int = 0,
+        kv: str | Mapping[str, Any] = "dtype",
+        fast: bool = False,
+        rope_length: int | None = None,
+        **parameters: Any,
+    ) -> None:
         """An empty cache for texts that are read side by side.
 
         Args:
@@ -107,10 +117,19 @@ class Cache(AnsweringCache):
         kept = decoder.tokens_held if isinstance(decoder, CachedDecoder) else 0.0
         kv = "dtype" if config.kv is None else config.kv.as_json()
         return {
-            "policy": self._name, "parameters": parameters_of(config.policy), "capacity": config.capacity,
-            "positions": config.positions, "evict": evict_as_json(config.evict), "kv": kv, "texts": self._streams,
-            "seen": self._seen, "kept": kept, "held_bytes": held, "allocated_bytes": allocated, "state_bytes": state,
-        }  # fmt: skip
+            "policy": self._name,
+            "parameters": parameters_of(config.policy),
+            "capacity": config.capacity,
+            "positions": config.positions,
+            "evict": evict_as_json(config.evict),
+            "kv": kv,
+            "texts": self._streams,
+            "seen": self._seen,
+            "kept": kept,
+            "held_bytes": held,
+            "allocated_bytes": allocated,
+            "state_bytes": state,
+        }
 
     def __repr__(self) -> str:
         return f"Cache({', '.join(f'{name}={value!r}' for name, value in self.report().items())})"

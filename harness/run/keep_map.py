@@ -72,14 +72,22 @@ class KeepMapWriter:
         """
         pa, parquet = arrow()
         self._path, self._keep = path, keep
-        self._schema = pa.schema([
-            ("stream", pa.int32()), ("step", pa.int32()), ("layer", pa.int16()), ("head", pa.int16()),
-            ("positions", pa.list_(pa.int32())),
-        ])  # fmt: skip
+        self._schema = pa.schema(
+            [
+                ("stream", pa.int32()),
+                ("step", pa.int32()),
+                ("layer", pa.int16()),
+                ("head", pa.int16()),
+                ("positions", pa.list_(pa.int32())),
+            ]
+        )
         self._writer = parquet.ParquetWriter(
-            path, self._schema, compression="zstd", use_dictionary=["stream", "step", "layer", "head"],
+            path,
+            self._schema,
+            compression="zstd",
+            use_dictionary=["stream", "step", "layer", "head"],
             column_encoding={"positions.list.element": "DELTA_BINARY_PACKED"},
-        )  # fmt: skip
+        )
         self._table: Any = pa.table
         self._rows: list[tuple[int, int, int, int, list[int]]] = []
         self._positions = 0  # in these rows

@@ -149,9 +149,14 @@ class _LastModel:
         if self._model is None or self._spec != spec or not (item.task.measures == "attention" or self._model.layers):
             self.drop()
             self._model = item.task.load_model(
-                item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
+                item.directory,
+                spec.dtype,
+                self._device,
+                spec.rope_length,
+                spec.pickle,
+                random=is_random(spec.id),
                 devices=spec.devices,
-            )  # fmt: skip
+            )
             self._spec = spec
             gc.collect()
             gc.freeze()  # collecting after every cell would look through all of torch and the model: a quarter of a second
@@ -296,9 +301,16 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatch
     watcher.note(cell.label, slow)
     attempt.facts.update(facts)
     job = Job(
-        model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference,
+        model,
+        config,
+        item.data,
+        block,
+        method,
+        attempt.trace,
+        watcher.advance,
+        reference=attempt.reference,
         all_at_once=attempt.keep_map is not None,
-    )  # fmt: skip
+    )
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 
 

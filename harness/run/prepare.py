@@ -103,9 +103,13 @@ def prepare(
         keys[cell.id] = key
         record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=facts_of_data)
         facts = {
-            "weights_sha256": weights, **_quantisation(directory), "policy_sha256": source, **_code(cell), **task_source,
+            "weights_sha256": weights,
+            **_quantisation(directory),
+            "policy_sha256": source,
+            **_code(cell),
+            **task_source,
             "tokenizer_differs": differs.get(cell.model),
-        }  # fmt: skip
+        }
         prepared.append(Prepared(cell, task, tokens, directory, record, facts))
     return prepared
 

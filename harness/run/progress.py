@@ -242,10 +242,15 @@ def _rows(console: Console) -> _Rows:
     """The live display; long text is cut, so that it fits."""
     label, text = (Column(ratio=1, no_wrap=True, overflow="ellipsis") for _ in range(2))
     return _Rows(
-        SpinnerColumn(), TextColumn("{task.description}", table_column=label), BarColumn(bar_width=10),
-        TextColumn("{task.fields[text]}", table_column=text), TimeRemainingColumn(compact=True),
-        console=console, transient=True, expand=True,
-    )  # fmt: skip
+        SpinnerColumn(),
+        TextColumn("{task.description}", table_column=label),
+        BarColumn(bar_width=10),
+        TextColumn("{task.fields[text]}", table_column=text),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        expand=True,
+    )
 
 
 def _outcome(record: Record) -> str:

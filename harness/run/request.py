@@ -87,10 +87,19 @@ class RunRequest:
         return cell
 
     def measure(
-        self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False, *,
-        progress: bool = True, tracebacks: bool = False, keep: KeepSteps | None = None, wanted: Wanted | None = None,
+        self,
+        results: Path,
+        cells: Sequence[Cell],
+        fresh: bool = False,
+        block: int | None = None,
+        walk: bool = False,
+        *,
+        progress: bool = True,
+        tracebacks: bool = False,
+        keep: KeepSteps | None = None,
+        wanted: Wanted | None = None,
         until: float = math.inf,
-    ) -> list[Record]:  # fmt: skip
+    ) -> list[Record]:
         """Measure the cells that have no record yet. Returns the records of all, without groups that are not `wanted`.
 
         `tracebacks` shows those of failed cells on stderr; `until` is the moment of `time.monotonic` at which `wanted` accepts no

@@ -20,9 +20,14 @@ from kvbench.harness.suite import Cell, labels
 
 
 def run(
-    cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher, executor: Executor | None = None,
-    measured_on: MachineFacts | None = None, wanted: Wanted | None = None,
-) -> list[Record]:  # fmt: skip
+    cells: Sequence[Cell],
+    store: RecordStore,
+    options: RunOptions,
+    watcher: RunWatcher,
+    executor: Executor | None = None,
+    measured_on: MachineFacts | None = None,
+    wanted: Wanted | None = None,
+) -> list[Record]:
     """Measure every cell that is not finished.
 
     A cell comes after its reference. Without an executor, this process measures, and leaves out the groups that are not `wanted`

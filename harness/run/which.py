@@ -79,10 +79,15 @@ def suite_for(wish: Wish, estimator: Estimator, left: float) -> tuple[str, list[
     length = _stream_length(wish, trained)
     text: dict[str, Any] = {"name": "perplexity", "data": "pg19" if wish.data else "prose"}
     fields: dict[str, Any] = {
-        "suite": "which", "version": 1, "description": f"Which policy at {wish.budget} tokens",
-        "model": {"id": wish.model, "dtype": wish.dtype}, "task": [_sized(text, length, _STREAMS) | {"evict": "step"}],
-        "capacity": wish.budget, "evict": ["step", "prompt"], "policies": [],
-    }  # fmt: skip
+        "suite": "which",
+        "version": 1,
+        "description": f"Which policy at {wish.budget} tokens",
+        "model": {"id": wish.model, "dtype": wish.dtype},
+        "task": [_sized(text, length, _STREAMS) | {"evict": "step"}],
+        "capacity": wish.budget,
+        "evict": ["step", "prompt"],
+        "policies": [],
+    }
     notes = _fill_policies(fields, wish.budget)
     core = [cell for cell in _cells(fields) if _tier(cell) == 0]
     core_seconds = sum(row.seconds or 0.0 for row in estimator.estimates(core))

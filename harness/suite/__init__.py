@@ -8,6 +8,22 @@ from kvbench.harness.suite.overrides import Overrides
 from kvbench.harness.suite.text import Settings, validated, yaml_value
 
 __all__ = [
-    "Cell", "ModelSpec", "Overrides", "Resources", "Settings", "SuiteFile", "cell_from_spec", "entry_schema", "find", "labels",
-    "load", "parameter_schema", "policy_with", "schema", "shipped_suites", "validated", "with_references", "yaml_value",
-]  # fmt: skip
+    "Cell",
+    "ModelSpec",
+    "Overrides",
+    "Resources",
+    "Settings",
+    "SuiteFile",
+    "cell_from_spec",
+    "entry_schema",
+    "find",
+    "labels",
+    "load",
+    "parameter_schema",
+    "policy_with",
+    "schema",
+    "shipped_suites",
+    "validated",
+    "with_references",
+    "yaml_value",
+]

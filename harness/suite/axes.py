@@ -180,10 +180,12 @@ _EVICT = [{"enum": ["step", "prompt"]}, _mapping("every", _TOKENS), _mapping("pa
 _KV = [
     {"enum": ["dtype", *BITS]},
     {
-        "type": "object", "required": ["codec"], "additionalProperties": False,
+        "type": "object",
+        "required": ["codec"],
+        "additionalProperties": False,
         "properties": {name: {} for name in ("codec", "group", "exempt", "residual", "keys")},
     },
-]  # fmt: skip
+]
 
 OneKV = Annotated[Any, PlainValidator(kv_from), WithJsonSchema({"anyOf": _KV})]
 KVs = Annotated[Any, PlainValidator(_checked(kv_from)), _notations(_KV)]

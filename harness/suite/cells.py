@@ -57,13 +57,18 @@ class Cell:
         added: dict[str, Any] = {} if self.evict == 1 else {"evict": evict_as_json(self.evict)}
         added |= {} if self.kv is None else {"kv": self.kv.as_json()}
         return {
-            "suite": self.suite, "suite_version": self.suite_version, "model": self.model.as_json(),
+            "suite": self.suite,
+            "suite_version": self.suite_version,
+            "model": self.model.as_json(),
             "task": self.task.model_dump(exclude_none=True, exclude=set(self.task.not_recorded))
             | {"name": plugins.recorded_name(self.task.name)},
             "policy": plugins.recorded_name(self.name),
-            "parameters": parameters_of(bound, recorded=True), "capacity": self.capacity, "positions": self.positions,
-            "limit": self.limit, "seed": self.seed,
-        } | added  # fmt: skip
+            "parameters": parameters_of(bound, recorded=True),
+            "capacity": self.capacity,
+            "positions": self.positions,
+            "limit": self.limit,
+            "seed": self.seed,
+        } | added
 
     @property
     def id(self) -> str:
@@ -308,9 +313,20 @@ def _tasks(given: dict[str, Any], source: Source, location: Location) -> Iterato
 
 def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> Cell:
     return Cell(
-        suite.suite, suite.version, model, given.options, entry.name, entry.policy, _capacity(model, given, entry, source),
-        entry.positions, entry.limit, entry.seed, entry.evict, entry.kv, source.place(entry.location),
-    )  # fmt: skip
+        suite.suite,
+        suite.version,
+        model,
+        given.options,
+        entry.name,
+        entry.policy,
+        _capacity(model, given, entry, source),
+        entry.positions,
+        entry.limit,
+        entry.seed,
+        entry.evict,
+        entry.kv,
+        source.place(entry.location),
+    )
 
 
 def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> int | None:

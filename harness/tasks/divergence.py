@@ -104,13 +104,17 @@ def figures(compared: NDArray[np.void], tokens: int) -> dict[str, Any]:
     nll = compared["nll"].astype(np.float64)
     change = nll - compared["dense_nll"]
     result: dict[str, Any] = {
-        "samples": len(kl), "tokens": kl.size, "kl": float(kl.mean()), "agreement": float(agrees.mean()),
-        "nll": float(nll.mean()), "nll_change": float(change.mean()),
+        "samples": len(kl),
+        "tokens": kl.size,
+        "kl": float(kl.mean()),
+        "agreement": float(agrees.mean()),
+        "nll": float(nll.mean()),
+        "nll_change": float(change.mean()),
         "kl_interval": _ends(over_samples(kl.sum(1), kl.shape[1]), low=0.0),
         "agreement_interval": _ends(over_samples(agrees.sum(1), kl.shape[1]), low=0.0, high=1.0),
         "nll_change_interval": _ends(over_samples(change.sum(1), kl.shape[1])),
         "sums": {"kl": [round(x, 5) for x in kl.sum(1).tolist()], "agreed": agrees.sum(1).tolist()},
-    }  # fmt: skip
+    }
     first = tokens - kl.shape[1]  # position of the first token that is predicted
     parts = [(start, stop, slice(max(start - first, 0), max(stop - first, 0))) for start, stop in buckets(tokens)]
     result["by_position"] = [
@@ -175,10 +179,13 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
     if m is None:
         return [*name, *[""] * 4, status(record)]
     return [
-        *name, _with_ends(f"{m.kl:.4g}", m.kl_interval, "{:.4g}"),
+        *name,
+        _with_ends(f"{m.kl:.4g}", m.kl_interval, "{:.4g}"),
         _with_ends(f"{100 * m.agreement:.1f} %", m.agreement_interval, "{:.1f}", 100),
-        _with_ends(f"{m.nll_change:+.4f}", m.nll_change_interval, "{:+.4f}"), cache_bytes(m.kv_bytes), status(record),
-    ]  # fmt: skip
+        _with_ends(f"{m.nll_change:+.4f}", m.nll_change_interval, "{:+.4f}"),
+        cache_bytes(m.kv_bytes),
+        status(record),
+    ]
 
 
 def _with_ends(mean: str, ends: Sequence[float] | None, form: str, scale: float = 1) -> str:

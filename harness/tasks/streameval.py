@@ -187,9 +187,12 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     line = _line_tokens(records[0])
     reach = [{"at": round(capacity / line, 2), "what": "reach of the cache"}] if line else []
     back = {
-        "field": "lines back", "type": "quantitative", "title": "lines back", "scale": {"type": "log", "base": 2},
+        "field": "lines back",
+        "type": "quantitative",
+        "title": "lines back",
+        "scale": {"type": "log", "base": 2},
         "axis": {"format": ",d", "values": sorted({v["lines back"] for v in values})},
-    }  # fmt: skip
+    }
     right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
     errors = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": chart.by_policy("color", pairs)}
     channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}

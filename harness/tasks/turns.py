@@ -57,14 +57,28 @@ class Style(NamedTuple):
 
 STYLES: dict[str, Style] = {
     "words": Style(
-        range(LABELS), range(BASE), lambda name, value: f" set L{name} {value}", lambda name: f" ask L{name}",
-        lambda value: f" {value}", None, 1, 3, 3,
+        range(LABELS),
+        range(BASE),
+        lambda name, value: f" set L{name} {value}",
+        lambda name: f" ask L{name}",
+        lambda value: f" {value}",
+        None,
+        1,
+        3,
+        3,
     ),
     "keys": Style(
-        range(1, 1000), range(1, 1000), lambda name, value: key_line(name, [value]), key_question,
-        lambda value: key_answer([value]), "\n", None, 5, 6,
+        range(1, 1000),
+        range(1, 1000),
+        lambda name, value: key_line(name, [value]),
+        key_question,
+        lambda value: key_answer([value]),
+        "\n",
+        None,
+        5,
+        6,
     ),
-}  # fmt: skip
+}
 
 
 class TurnsOptions(Options):
@@ -244,10 +258,12 @@ class Turns(AnsweringTask):
         by_kind = [[*_name(group, records), _all(group), *_by_kind(group, kinds)] for group in groups]
         by_turn = [[*_name(group, records), *_by_turn(group, turns)] for group in groups]
         return [
-            about, *table(heads[0], by_kind, "l" + "r" * (len(heads[0]) - 1)),
-            "Percent right by the turn:\n", *table(heads[1], by_turn, "l" + "r" * (len(heads[1]) - 1)),
+            about,
+            *table(heads[0], by_kind, "l" + "r" * (len(heads[0]) - 1)),
+            "Percent right by the turn:\n",
+            *table(heads[1], by_turn, "l" + "r" * (len(heads[1]) - 1)),
             *over_turns(records),
-        ]  # fmt: skip
+        ]
 
 
 def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
@@ -344,9 +360,12 @@ def _panel(records: Sequence[Record]) -> dict[str, Any]:
         for turn, (right, total) in _counts(group, "turns").items()
     ]
     turn = {
-        "field": "turn", "type": "quantitative", "title": "turn", "axis": {"format": "d", "tickMinStep": 1},
+        "field": "turn",
+        "type": "quantitative",
+        "title": "turn",
+        "axis": {"format": "d", "tickMinStep": 1},
         "scale": {"domain": [1, max(v["turn"] for v in values)], "nice": False, "padding": 8},
-    }  # fmt: skip
+    }
     right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
     pairs = [(name, record.cell.policy) for name, record in zip(names, first, strict=True)]
     channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}

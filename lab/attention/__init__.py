@@ -99,13 +99,21 @@ class AttentionTask(attention.AttentionTask):
         if not lost:
             return layers_chart(records, [])
         missing: Panel = {
-            "title": "attention lost to eviction", "data": {"values": lost}, "mark": LINE, "encoding": {
-                "x": X_LAYER, "y": {
-                    "field": "lost", "type": "quantitative", "title": "share of full attention", "scale": {"zero": True},
+            "title": "attention lost to eviction",
+            "data": {"values": lost},
+            "mark": LINE,
+            "encoding": {
+                "x": X_LAYER,
+                "y": {
+                    "field": "lost",
+                    "type": "quantitative",
+                    "title": "share of full attention",
+                    "scale": {"zero": True},
                     "axis": {"format": ".0%"},
-                }, "color": policy_colour(records),
+                },
+                "color": policy_colour(records),
             },
-        }  # fmt: skip
+        }
         return layers_chart(records, [missing], ", and the attention that policies lose")
 
 
@@ -132,12 +140,14 @@ def _vectors(metrics: AttentionMetrics) -> list[str]:
     """A row a layer: channels of keys and values, and the first tokens in hidden space."""
     rows = [
         [
-            f"{index}", percent(x.key_channels), percent(x.value_channels),
+            f"{index}",
+            percent(x.key_channels),
+            percent(x.value_channels),
             *(digits(y, 3) for both in (x.initial_norm, x.initial_cosine) for y in (both[0], max(both[1:4]), both[4])),
         ]
         for index, x in enumerate(metrics.layers)
         if x.key_channels is not None and x.value_channels is not None and x.initial_norm and x.initial_cosine
-    ]  # fmt: skip
+    ]
     if not rows:
         return []
     about = (
@@ -190,19 +200,26 @@ def _patches_chart(record: Record, metrics: AttentionMetrics, patches: Patches) 
         received += [{"layer": index, "token": name, "attention": x} for name, x in kinds.items() if x is not None]
     panels: list[Panel] = [
         {
-            "title": "norms of patches", "data": {"values": norms}, "mark": LINE, "encoding": {
-                "x": X_LAYER, "y": {"field": "norm", "type": "quantitative", "title": "norm", "scale": {"type": "symlog"}},
+            "title": "norms of patches",
+            "data": {"values": norms},
+            "mark": LINE,
+            "encoding": {
+                "x": X_LAYER,
+                "y": {"field": "norm", "type": "quantitative", "title": "norm", "scale": {"type": "symlog"}},
                 "color": {"field": "of", "type": "nominal", "title": "norm"},
             },
         },
         {
-            "title": "attention that a token gets", "data": {"values": received}, "mark": LINE, "encoding": {
+            "title": "attention that a token gets",
+            "data": {"values": received},
+            "mark": LINE,
+            "encoding": {
                 "x": X_LAYER,
                 "y": {"field": "attention", "type": "quantitative", "title": "attention", "axis": {"format": ".1%"}},
                 "color": {"field": "token", "type": "nominal", "title": "token"},
             },
         },
-    ]  # fmt: skip
+    ]
     alt = "Over the layers of {model}: norms of patches, and attention to [CLS], registers, outliers and other patches"
     spec = {
         "hconcat": [{"width": 240, "height": 200} | panel for panel in panels],

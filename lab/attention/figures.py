@@ -95,11 +95,15 @@ def massive_activations(rows: Sequence[tuple[int, int, str, int, float]]) -> lis
         groups.setdefault((layer, dim, text), []).append((position, magnitude))
     result: list[dict[str, Any]] = [
         {
-            "layer": layer, "dim": dim, "text": text, "position": min(p for p, _ in group), "times": len(group),
+            "layer": layer,
+            "dim": dim,
+            "text": text,
+            "position": min(p for p, _ in group),
+            "times": len(group),
             "magnitude": max(m for _, m in group),
         }
         for (layer, dim, text), group in groups.items()
-    ]  # fmt: skip
+    ]
     return sorted(result, key=lambda row: (-row["magnitude"], row["layer"]))[:_LISTED]
 
 
@@ -118,15 +122,21 @@ def patch_figures(noted: Arrays, norm_cutoff: float) -> dict[str, Any]:
     far = norms > OUTLIER_TIMES_MEDIAN * np.median(norms, -1, keepdims=True)
     over, outlying = norms[:, -1] > norm_cutoff, far[:, -1]  # [N, P]
     result = {
-        "rows": rows, "columns": columns, "special": special, "registers": registers, "norm_cutoff": norm_cutoff,
-        "over_cutoff": float(over.mean()), "over_cutoff_interval": ends(over.mean(1)),
-        "outliers": float(outlying.mean()), "outliers_interval": ends(outlying.mean(1)),
+        "rows": rows,
+        "columns": columns,
+        "special": special,
+        "registers": registers,
+        "norm_cutoff": norm_cutoff,
+        "over_cutoff": float(over.mean()),
+        "over_cutoff_interval": ends(over.mean(1)),
+        "outliers": float(outlying.mean()),
+        "outliers_interval": ends(outlying.mean(1)),
         "layers": [
             _patch_layer(norms[:, layer], far[:, layer], noted["token_received"][:, layer], outlying, registers)
             for layer in range(norms.shape[1])
         ],
         "positions": _positions(norms[:, -1], outlying, columns),
-    }  # fmt: skip
+    }
     return {name: x for name, x in result.items() if x is not None}
 
 

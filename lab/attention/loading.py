@@ -17,9 +17,15 @@ from kvbench.lab.attention.vision import read_vision_weights, saved_class, visio
 
 
 def load_watched(
-    directory: Path, dtype: str, device: torch.device, rope_length: int | None = None, allow_pickle: bool = False, *,
-    random: bool = False, devices: int = 1,
-) -> Model:  # fmt: skip
+    directory: Path,
+    dtype: str,
+    device: torch.device,
+    rope_length: int | None = None,
+    allow_pickle: bool = False,
+    *,
+    random: bool = False,
+    devices: int = 1,
+) -> Model:
     """Load a model as `load_model` does or, if that can't, so that it can be watched; it has no layers then.
 
     Raises:

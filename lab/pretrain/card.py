@@ -38,9 +38,13 @@ _OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam", "sgd": "SGD, momentu
 
 
 def card(
-    config: PretrainConfig, log: Path, parameters: int, answers: dict[str, list[tuple[int, int]]],
-    unbroken: dict[int, tuple[int, int]], about: dict[str, Any],
-) -> str:  # fmt: skip
+    config: PretrainConfig,
+    log: Path,
+    parameters: int,
+    answers: dict[str, list[tuple[int, int]]],
+    unbroken: dict[int, tuple[int, int]],
+    about: dict[str, Any],
+) -> str:
     """The text of the model's README.
 
     `log` has one line of JSON per step. `answers` has, by kind, (right answers, questions) of each sample after training;

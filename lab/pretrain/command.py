@@ -19,9 +19,15 @@ import click
 @click.option("--tokens", type=click.IntRange(1), help="A shorter training: as many steps before running text, fewer of it.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a value: --set seed=1 --set shape.hidden=256.")
 def pretrain(
-    config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None, tokens: int | None,
+    config: str,
+    data: str | None,
+    out: str | None,
+    device: str,
+    threads: int | None,
+    steps: int | None,
+    tokens: int | None,
     changes: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Pretrain a reference model. CONFIG is a file, or a name like sink_1.
 
     If a run was stopped, the same command goes on from its last checkpoint.

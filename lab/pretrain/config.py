@@ -172,9 +172,21 @@ class PretrainConfig(_Strict):
     sinks: int = Field(0, ge=0, le=MOST_SINKS, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
     attention: Literal[
-        "softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm", "relu", "sigmoid_shares", "elu", "elu_shares",
-        "pseudo", "key_bias", "protected", "lckv",
-    ] = Field("softmax", description="what the model has for attention")  # fmt: skip
+        "softmax",
+        "sink_logits",
+        "sigmoid",
+        "gated",
+        "clipped",
+        "qk_norm",
+        "relu",
+        "sigmoid_shares",
+        "elu",
+        "elu_shares",
+        "pseudo",
+        "key_bias",
+        "protected",
+        "lckv",
+    ] = Field("softmax", description="what the model has for attention")
     sigma_reparam: bool = Field(False, description="sigma-reparametrised linear layers while training")
     lckv: Condensed | None = Field(None, description="of attention lckv, which needs it")
     shape: Shape = Shape()

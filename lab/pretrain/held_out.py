@@ -24,9 +24,16 @@ _layer_shares: dict[int, Tensor] = {}  # filled by `_attention`: the last of eac
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    dropout: float = 0.0, scaling: float | None = None, s_aux: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     if getattr(module.config, "zero_sink", False):
         s_aux = query.new_zeros(query.shape[1])

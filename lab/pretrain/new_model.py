@@ -72,12 +72,21 @@ def _gpt2(config: PretrainConfig) -> PreTrainedModel:
     """A GPT-2 with ReLU in its MLP and without dropout."""
     shape = config.shape
     settings: dict[str, Any] = {
-        "vocab_size": shape.vocabulary, "n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.heads,
-        "n_inner": shape.intermediate, "n_positions": config.training.sample + config.sinks, "activation_function": "relu",
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": config.training.initial,
-        "bos_token_id": 0 if config.sinks else None, "eos_token_id": None,
+        "vocab_size": shape.vocabulary,
+        "n_embd": shape.hidden,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "n_inner": shape.intermediate,
+        "n_positions": config.training.sample + config.sinks,
+        "activation_function": "relu",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "initializer_range": config.training.initial,
+        "bos_token_id": 0 if config.sinks else None,
+        "eos_token_id": None,
         "attn_implementation": ZERO_SINK if config.zero_sink else "sdpa",
-    } | ({"zero_sink": True} if config.zero_sink else {})  # fmt: skip
+    } | ({"zero_sink": True} if config.zero_sink else {})
     if config.attention == "softmax":
         return GPT2LMHeadModel(GPT2Config(**settings))
     return WeighedGPT2ForCausalLM(WeighedGPT2Config(**settings, weighing=config.attention))
@@ -99,9 +108,16 @@ def _settings(config: PretrainConfig) -> dict[str, Any]:
     """The model's config, without its attention."""
     shape = config.shape
     return {
-        "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": config.training.sample + config.sinks, "initializer_range": config.training.initial,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "tie_word_embeddings": True,
-        "bos_token_id": 0 if config.sinks else None, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": config.training.sample + config.sinks,
+        "initializer_range": config.training.initial,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "tie_word_embeddings": True,
+        "bos_token_id": 0 if config.sinks else None,
+        "eos_token_id": None,
+    }

@@ -18,9 +18,14 @@ class OrthoAdam(torch.optim.Optimizer):
     """AdamW whose moments are those of rotated gradients."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         """Draw the bases of parameters, which have one or two axes, from the seed.
 
         They are drawn again when training resumes, so that checkpoints stay small. `weight_decay` is the share of a weight that a

@@ -57,9 +57,14 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
     """Samples, each after the model's sinks, shorter ones in the beginning. Every model is scored on the same tokens."""
 
     def __init__(
-        self, config: PretrainConfig, kinds: list[str], ids: NDArray[np.uint16], tokenizer: PreTrainedTokenizerFast, seed: int,
+        self,
+        config: PretrainConfig,
+        kinds: list[str],
+        ids: NDArray[np.uint16],
+        tokenizer: PreTrainedTokenizerFast,
+        seed: int,
         staged: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Share out the running text `ids`, [N], among the samples, whose kinds are given in order.
 
         The tokenizer has no sinks. The seed decides the order of the running text, and what is drawn. If `staged`, samples are

@@ -243,14 +243,29 @@ def _trainer(
     training, steps = config.training, config.steps
     workers = _workers(device)
     arguments = TrainingArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,
-        weight_decay=training.weight_decay, adam_beta2=training.beta2, max_grad_norm=1.0,
-        warmup_steps=round(training.warmup * steps), **_schedule(training, steps),
-        save_steps=training.checkpoint_every, save_total_limit=1, logging_strategy="no", report_to=[], seed=config.seed,
-        data_seed=config.seed, bf16=training.dtype == "bfloat16", use_cpu=device.type == "cpu", torch_compile=training.compile,
-        dataloader_num_workers=workers, dataloader_prefetch_factor=4 if workers else None,
-        disable_tqdm=True, remove_unused_columns=False,
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=training.batch,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta2=training.beta2,
+        max_grad_norm=1.0,
+        warmup_steps=round(training.warmup * steps),
+        **_schedule(training, steps),
+        save_steps=training.checkpoint_every,
+        save_total_limit=1,
+        logging_strategy="no",
+        report_to=[],
+        seed=config.seed,
+        data_seed=config.seed,
+        bf16=training.dtype == "bfloat16",
+        use_cpu=device.type == "cpu",
+        torch_compile=training.compile,
+        dataloader_num_workers=workers,
+        dataloader_prefetch_factor=4 if workers else None,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
     trainer = _Trainer(model=model, args=arguments, train_dataset=samples, optimizer_cls_and_kwargs=_optimizer(config))
     trainer.remove_callback(PrinterCallback)
     return trainer

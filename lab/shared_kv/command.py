@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 @click.option("--policy", "policies", multiple=True, default=["h2o"], help="A name, or '{name: h2o, window: 8}'; repeatable.")
 @click.option("--capacity", type=click.IntRange(1), default=32, show_default=True, help="Tokens per KV head kept between steps.")
 @click.option(
-    "--positions", type=click.Choice(["cache", "stream"]), default="stream", show_default=True,
+    "--positions",
+    type=click.Choice(["cache", "stream"]),
+    default="stream",
+    show_default=True,
     help="Where RoPE puts a kept token: at its rank, or at its place in the text.",
-)  # fmt: skip
+)
 @click.option("--text", type=click.Choice(get_args(Source)), default="prose", show_default=True, help="What the model reads.")
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text (or BENCH_DATA). Default: the hub.")
 @click.option("--tokens", type=click.IntRange(2), default=2048, show_default=True, help="Tokens of all streams.")
@@ -38,9 +41,17 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the policies' random numbers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def shared_kv(
-    model: str, policies: Sequence[str], capacity: int, positions: PositionMode, text: Source, data: str | None, tokens: int,
-    streams: int, seed: int, as_json: bool,
-) -> None:  # fmt: skip
+    model: str,
+    policies: Sequence[str],
+    capacity: int,
+    positions: PositionMode,
+    text: Source,
+    data: str | None,
+    tokens: int,
+    streams: int,
+    seed: int,
+    as_json: bool,
+) -> None:
     """Measure the perplexity of MODEL under policies, if its layers share K and V (CLA, YOCO, LCKV, Gemma 3n).
 
     The engine refuses such models. A plain decoder reads them on the CPU, token by token, and evicts after every step. Tokens
@@ -90,9 +101,13 @@ def _rows(hf: PreTrainedModel, settings: Mapping[str, Setting], tokens: Tensor, 
         nll, kv_bytes = measured(hf, setting, tokens, first)
         reference = nll if reference is None else reference
         yield {
-            "policy": name, "capacity": setting.capacity, "nll": round(nll, 5),
-            "perplexity": round(math.exp(nll), 4), "% lost": round(100 * math.expm1(nll - reference), 1), "kv_bytes": kv_bytes,
-        }  # fmt: skip
+            "policy": name,
+            "capacity": setting.capacity,
+            "nll": round(nll, 5),
+            "perplexity": round(math.exp(nll), 4),
+            "% lost": round(100 * math.expm1(nll - reference), 1),
+            "kv_bytes": kv_bytes,
+        }
 
 
 def measured(hf: PreTrainedModel, setting: Setting, tokens: Tensor, first: int) -> tuple[float, int]:

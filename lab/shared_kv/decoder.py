@@ -58,9 +58,16 @@ class _Cache:
     """
 
     def __init__(
-        self, shape: LayerShape, setting: Setting, index: int, caches: int, lags: bool, output: Tensor | None, streams: int,
+        self,
+        shape: LayerShape,
+        setting: Setting,
+        index: int,
+        caches: int,
+        lags: bool,
+        output: Tensor | None,
+        streams: int,
         dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin without tokens.
 
         Args:
@@ -127,10 +134,14 @@ class _Cache:
         scores = self._rotated(queries, own) * terms.scaling @ self._rotated(keys, places).mT
         mass = weights(scores.flatten(0, 1), terms, shape.heads).view(scores.shape)
         out = mass.to(values.dtype) @ values
-        self._attention.append({
-            "weights": pad(mass, (0, self.lags)), "logits": pad(logits_of(scores, terms), (0, self.lags), value=-inf),
-            "queries": queries, "outputs": out,
-        })  # fmt: skip
+        self._attention.append(
+            {
+                "weights": pad(mass, (0, self.lags)),
+                "logits": pad(logits_of(scores, terms), (0, self.lags), value=-inf),
+                "queries": queries,
+                "outputs": out,
+            }
+        )
         return out.view(*query.shape[:3], -1)
 
     def _places(self, held: int) -> tuple[Tensor, Tensor]:
@@ -162,9 +173,19 @@ class _Cache:
         layer, step, prompt = (torch.tensor([[[x]]]) for x in (self._index, self._step, 0))
         rank = torch.arange(tokens).expand_as(self.position)
         return CacheView(
-            rank, self.position, step, self.keys, self.values, self.states, layer, torch.arange(heads)[None, :, None], prompt,
-            self._caches, self._setting.seed, self._rotated,
-        )  # fmt: skip
+            rank,
+            self.position,
+            step,
+            self.keys,
+            self.values,
+            self.states,
+            layer,
+            torch.arange(heads)[None, :, None],
+            prompt,
+            self._caches,
+            self._setting.seed,
+            self._rotated,
+        )
 
     def _evict(self, victim: Tensor) -> None:
         """Take one token out of every head. [B, H] int64."""

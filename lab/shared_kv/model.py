@@ -45,9 +45,14 @@ class LCKVConfig(LlamaConfig):
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None = None, scaling: float | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None = None,
+    scaling: float | None = None,
     **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """Causal attention, without the diagonal where K and V come later. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     lags: Any = module.lags
     hidden = int(lags)  # keys of the newest tokens that a query doesn't see
@@ -107,9 +112,14 @@ class _Layers(llama.LlamaModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(  # type: ignore[override]  # the rest of what a Llama takes is of caches
-        self, input_ids: Tensor | None = None, position_ids: Tensor | None = None, past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, **_: Any,
-    ) -> BaseModelOutputWithPast:  # fmt: skip
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
         """[B, T] int64 -> [B, T, E].
 
         Raises:

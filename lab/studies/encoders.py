@@ -63,9 +63,13 @@ def bert(out: Path, steps: int, seed: int) -> nn.Module:
     tokenizer.save_pretrained(out)
     ids = torch.tensor(pieces.encode(text, add_special_tokens=False).ids)
     config = BertConfig(
-        vocab_size=len(tokenizer), intermediate_size=192, max_position_embeddings=TOKENS, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, **SHAPE,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        intermediate_size=192,
+        max_position_embeddings=TOKENS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **SHAPE,
+    )
     model, draw = BertForMaskedLM(config), torch.Generator().manual_seed(seed)
     around = [torch.full((BATCH, 1), i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id)]
 

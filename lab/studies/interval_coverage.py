@@ -331,8 +331,13 @@ def main() -> None:
     _print(
         "Differences between recorded runs, drawn again; coverage over pairs:", head, _of_records(asked.records, few, asked.seed)
     )
-    head = [f"looks at {', '.join(f'{n:,}' for n in look_lengths(LIMIT, 128))} tokens", "stops when narrow", "uncorrected",
-            "stops when it suits", "uncorrected"]  # fmt: skip
+    head = [
+        f"looks at {', '.join(f'{n:,}' for n in look_lengths(LIMIT, 128))} tokens",
+        "stops when narrow",
+        "uncorrected",
+        "stops when it suits",
+        "uncorrected",
+    ]
     _print("Texts that are read until their interval is narrow, capacity 128:", head, _of_looks(few, asked.seed))
     tried = ["method", "white", "AR 0.99", "bursts, 600 apart", "slow, memory 1,000"]
     _print("What was tried, at 32,000 tokens and capacity 128:", tried, _of_methods(few, asked.seed))

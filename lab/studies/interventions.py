@@ -77,11 +77,13 @@ def measured(folder: Path) -> dict[str, float]:
     right = logits.argmax(-1) == ids[:, 2:]
     of_value = seen["value_norm"].mean(0)[0]
     figures = {
-        "first": seen["first"].mean(), "no_token": seen["rest"].mean() if "rest" in seen else 0.0,
+        "first": seen["first"].mean(),
+        "no_token": seen["rest"].mean() if "rest" in seen else 0.0,
         "value": of_value[0] / of_value[1],
-        "peak": (seen["hidden_largest"] / seen["hidden_median"]).mean(), "copied": right[copies[:, 2:]].float().mean(),
+        "peak": (seen["hidden_largest"] / seen["hidden_median"]).mean(),
+        "copied": right[copies[:, 2:]].float().mean(),
         "loss": cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten()),
-    }  # fmt: skip
+    }
     return {figure: round(float(x), 5) for figure, x in figures.items()}
 
 

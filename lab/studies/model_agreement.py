@@ -64,11 +64,18 @@ def section(compared: Sequence[Pair], ceiling: Sequence[Pair]) -> list[str]:
     itself = {(pair.first.model, pair.first.task, pair.first.question): f"{pair.tau:+.2f}" for pair in ceiling}
     rows = [
         [
-            pair.first.model, pair.second.model, pair.first.task, pair.first.question, str(pair.policies), f"{pair.tau:+.2f}",
-            itself.get((pair.second.model, pair.second.task, pair.second.question), "–"), f"{pair.p:.4f}", f"{corrected:.3f}",
+            pair.first.model,
+            pair.second.model,
+            pair.first.task,
+            pair.first.question,
+            str(pair.policies),
+            f"{pair.tau:+.2f}",
+            itself.get((pair.second.model, pair.second.task, pair.second.question), "–"),
+            f"{pair.p:.4f}",
+            f"{corrected:.3f}",
         ]
         for pair, corrected in zip(compared, holm([pair.p for pair in compared]), strict=True)
-    ]  # fmt: skip
+    ]
     head = ["model", "other model", "task", "question", "policies", "Kendall's tau", "other with itself", "p", "p, corrected"]
     return table(head, rows, "llll" + "r" * 5)
 

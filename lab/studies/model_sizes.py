@@ -83,9 +83,11 @@ def _facts(model: Path) -> dict[str, int]:
     with safe_open(model / "model.safetensors", framework="np") as weights:
         parameters = sum(int(np.prod(weights.get_slice(key).get_shape())) for key in weights.keys())  # noqa: SIM118
     return {
-        "parameters": parameters, "hidden": json.loads((model / "config.json").read_bytes())["hidden_size"],
-        "seed": int(seed[1]), "tokens": json.loads((model / "training.jsonl").read_text().splitlines()[-1])["tokens"],
-    }  # fmt: skip
+        "parameters": parameters,
+        "hidden": json.loads((model / "config.json").read_bytes())["hidden_size"],
+        "seed": int(seed[1]),
+        "tokens": json.loads((model / "training.jsonl").read_text().splitlines()[-1])["tokens"],
+    }
 
 
 class Answers:
@@ -159,10 +161,13 @@ def _kinds(answers: Answers, of: Sequence[Model] | None = None) -> dict[str, Any
     models = answers.models if of is None else of
 
     def between(pairs: Sequence[tuple[Model, Model]], question: str, mode: str) -> Values | None:
-        return alike([
-            (answers.scores(a.name, task, question, mode), answers.scores(b.name, task, question, mode))
-            for a, b in pairs for task in answers.tasks
-        ])  # fmt: skip
+        return alike(
+            [
+                (answers.scores(a.name, task, question, mode), answers.scores(b.name, task, question, mode))
+                for a, b in pairs
+                for task in answers.tasks
+            ]
+        )
 
     def kind(pairs: Sequence[tuple[Model, Model]]) -> Any:
         return lambda question, mode: between(pairs, question, mode)

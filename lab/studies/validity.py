@@ -126,11 +126,16 @@ def published(file: Path = DOCS / "data" / "published.yaml") -> list[Source]:
     """The published tables."""
     return [
         Source(
-            name=x["source"], origin=x.get("origin", x["source"]), where=x["where"], benchmark=x["benchmark"],
-            question=x["question"], rules=x.get("rules", {}), tables=[one["scores"] for one in x["tables"]],
+            name=x["source"],
+            origin=x.get("origin", x["source"]),
+            where=x["where"],
+            benchmark=x["benchmark"],
+            question=x["question"],
+            rules=x.get("rules", {}),
+            tables=[one["scores"] for one in x["tables"]],
         )
         for x in yaml.safe_load(file.read_text(encoding="utf-8"))
-    ]  # fmt: skip
+    ]
 
 
 def measured(results: Path = RESULTS) -> list[Ours]:

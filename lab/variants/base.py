@@ -50,9 +50,16 @@ def register(model: Any) -> None:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    dropout: float = 0.0, scaling: float | None = None, s_aux: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Causal attention of a variant, all logits at once. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     return weighed(attention_weights(module, query, key, scaling, s_aux), value), None
 

@@ -32,9 +32,13 @@ class _Attention(llama.LlamaAttention):
         self.gate_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
 
     def forward(  # type: ignore[override]  # what it lists is handed on
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None = None,
-        past_key_values: Any = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         """[B, T, E] -> [B, T, E]."""
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)

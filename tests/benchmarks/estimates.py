@@ -18,8 +18,19 @@ from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.request import RunRequest
 
 POLICIES = (
-    "dense", "window", "sink_window", "random", "h2o", "snapkv", "tova", "keydiff", "expected_attention", "lagkv", "rkv", "knorm",
-)  # fmt: skip
+    "dense",
+    "window",
+    "sink_window",
+    "random",
+    "h2o",
+    "snapkv",
+    "tova",
+    "keydiff",
+    "expected_attention",
+    "lagkv",
+    "rkv",
+    "knorm",
+)
 
 
 def suite(model: str, capacity: int, streams: int, length: int) -> str:
@@ -28,10 +39,16 @@ def suite(model: str, capacity: int, streams: int, length: int) -> str:
     moments = {"step": {"positions": "cache"}, "prompt": {"positions": "stream"}}
     entries = [{"name": name, "evict": evict} | rest for name in POLICIES[1:] for evict, rest in moments.items()]
     tasks = [text | {"evict": "step"}, text | {"prompt": length * 3 // 4, "evict": "prompt"}]
-    return yaml.safe_dump({
-        "suite": "estimates", "version": 1, "model": {"id": model}, "task": tasks, "capacity": capacity,
-        "policies": [{"name": "dense"}, *entries],
-    })  # fmt: skip
+    return yaml.safe_dump(
+        {
+            "suite": "estimates",
+            "version": 1,
+            "model": {"id": model},
+            "task": tasks,
+            "capacity": capacity,
+            "policies": [{"name": "dense"}, *entries],
+        }
+    )
 
 
 def main() -> None:

@@ -38,9 +38,12 @@ def h2o_nll(hf: PreTrainedModel, tokens: Tensor, heavy_hitters: int, window: int
     scores: list[Tensor] = [torch.zeros(0)] * hf.config.num_hidden_layers
     for t in range(tokens.shape[1] - 1):
         out = hf(
-            input_ids=tokens[:, t : t + 1], position_ids=torch.tensor([[t]]), past_key_values=cache, use_cache=True,
+            input_ids=tokens[:, t : t + 1],
+            position_ids=torch.tensor([[t]]),
+            past_key_values=cache,
+            use_cache=True,
             output_attentions=True,
-        )  # fmt: skip
+        )
         losses.append(cross_entropy(out.logits[:, -1].float(), tokens[:, t + 1]))
         for index, (layer, attention) in enumerate(zip(cache.layers, out.attentions, strict=True)):
             heads = layer.keys.shape[1]

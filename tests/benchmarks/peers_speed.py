@@ -134,10 +134,16 @@ def main() -> None:
         f"Reading an endless text, {KEPT} tokens kept": streaming(model, hf, long),
         f"A prompt of {CONTEXT} tokens and an answer of {ANSWER}, {KEPT} tokens kept": answering(hf, tokenizer, "".join(texts)),
     }
-    lines = [_HEAD.format(
-        rounds=asked.rounds, torch=torch.__version__, transformers=transformers.__version__, lm_eval=version("lm_eval"),
-        kvpress=version("kvpress"), machine=platform.machine(),
-    )]  # fmt: skip
+    lines = [
+        _HEAD.format(
+            rounds=asked.rounds,
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            lm_eval=version("lm_eval"),
+            kvpress=version("kvpress"),
+            machine=platform.machine(),
+        )
+    ]
     for title, work in sections.items():
         lines += [f"## {title}\n", *table(["", "tokens/s", "of the first"], timed(work, asked.rounds), "lrr"), ""]
     print("\n".join(lines))

@@ -26,11 +26,23 @@ from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.window import Window
 
 SHAPES = {
-    "5m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8,
-           "num_key_value_heads": 4, "vocab_size": 4096},
-    "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
-             "num_key_value_heads": 12, "vocab_size": 16384},
-}  # fmt: skip
+    "5m": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 4096,
+    },
+    "100m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": 16384,
+    },
+}
 
 
 def made(shape: str, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:

@@ -74,8 +74,11 @@ def wall(suite: Path, workers: int, count: int, results: Path) -> float:
     before, seconds = time.perf_counter() - started - timed.seconds, timed.seconds
     inside = sum(record.facts.seconds or 0 for record in records)
     assert all(record.status == "ok" for record in records)
-    print(f"{workers} workers, {len(cells)} cells: {seconds:.2f} s, and {before:.1f} s to start and end; cells {inside:.2f} s; "
-          f"beside them {1e3 * (workers * seconds - inside) / len(cells):.1f} ms of a worker a cell", flush=True)  # fmt: skip
+    print(
+        f"{workers} workers, {len(cells)} cells: {seconds:.2f} s, and {before:.1f} s to start and end; cells {inside:.2f} s; "
+        f"beside them {1e3 * (workers * seconds - inside) / len(cells):.1f} ms of a worker a cell",
+        flush=True,
+    )
     return seconds
 
 

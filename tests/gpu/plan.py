@@ -8,13 +8,22 @@ from dataclasses import replace
 from stages import Stage
 
 KERNEL_CHECKS = [
-    "tests/test_kernels_for_cuda.py", "tests/test_fast_paths.py", "tests/test_captured.py", "tests/test_fastcheck.py",
-    "tests/test_guarded_shortcuts.py", "tests/test_walk_graphs.py", "tests/test_coded_triton.py",
-]  # fmt: skip
+    "tests/test_kernels_for_cuda.py",
+    "tests/test_fast_paths.py",
+    "tests/test_captured.py",
+    "tests/test_fastcheck.py",
+    "tests/test_guarded_shortcuts.py",
+    "tests/test_walk_graphs.py",
+    "tests/test_coded_triton.py",
+]
 CHECKS = [
-    "tests/test_exactness.py", "tests/test_models.py", "tests/test_answering.py", "tests/test_once.py", "tests/test_reading.py",
+    "tests/test_exactness.py",
+    "tests/test_models.py",
+    "tests/test_answering.py",
+    "tests/test_once.py",
+    "tests/test_reading.py",
     "tests/test_sabotage.py",
-]  # fmt: skip
+]
 SHAPES = ["tests/test_triton_shapes.py"]
 SINK_WINDOW, H2O, RECOMPUTE = ["--policy", "{name: sink_window, sinks: 4}"], ["--policy", "h2o"], ["--policy", "recompute_window"]
 FIGURE_10 = "[256, 512, 1024, 2048, 4096]"  # capacities

@@ -83,11 +83,23 @@ def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
     bound = max(by_operations, walked)
     seconds = milliseconds / 1e3
     return {
-        "row": row.name, "shape": row.shape, "streams": row.streams, "block": row.block, "method": check.blocks,
-        "differs_from_walk": check.differs, "refused": check.refused, "device": device_name(device), "torch": torch.__version__,
-        "tokens_per_second": count / seconds, "share_of_multiply_rate": by_operations / seconds, "times_bound": seconds / bound,
-        "minutes_for_4M_tokens": 4e6 / count * seconds / 60, "multiply_rate": rate, "bandwidth": memory, "loss": float(loss),
-    }  # fmt: skip
+        "row": row.name,
+        "shape": row.shape,
+        "streams": row.streams,
+        "block": row.block,
+        "method": check.blocks,
+        "differs_from_walk": check.differs,
+        "refused": check.refused,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "tokens_per_second": count / seconds,
+        "share_of_multiply_rate": by_operations / seconds,
+        "times_bound": seconds / bound,
+        "minutes_for_4M_tokens": 4e6 / count * seconds / 60,
+        "multiply_rate": rate,
+        "bandwidth": memory,
+        "loss": float(loss),
+    }
 
 
 def main() -> int:

@@ -108,9 +108,15 @@ class State:
 
 
 def run_all(
-    stages: Sequence[Stage], end: float, ending: float, state: State, execute: Execute, again: bool = False,
-    clock: Callable[[], float] = time.monotonic, save: Callable[[], None] = lambda: None,
-) -> list[Outcome]:  # fmt: skip
+    stages: Sequence[Stage],
+    end: float,
+    ending: float,
+    state: State,
+    execute: Execute,
+    again: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    save: Callable[[], None] = lambda: None,
+) -> list[Outcome]:
     """Run stages until all have ended or the time is over.
 
     Those that were not ended before by their own doing come first, then those that failed, ran out of time or were killed.

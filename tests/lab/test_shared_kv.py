@@ -35,17 +35,31 @@ from kvbench.policies.window import Window
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA = {
-    "num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 3, "sliding_window": 16, "head_dim": 16,
-    "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "vocab_size": 96,
-}  # fmt: skip
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, FULL] * 3,
+    "num_kv_shared_layers": 3,
+    "sliding_window": 16,
+    "head_dim": 16,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size": 96,
+}
 GEMMAS = {
-    "gemma3n": ("gemma3n_text", {**GEMMA, "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6,
-                                 "laurel_rank": 4}),
+    "gemma3n": (
+        "gemma3n_text",
+        {**GEMMA, "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 4},
+    ),
     "gemma4": ("gemma4_text", {**GEMMA, "global_head_dim": 32}),
-}  # fmt: skip
+}
 EARLIER = {"cla": [0, 0, 2, 2], "yoco": [0, 1, 2, 2]}
-LATER = {"plain": [3, 3, 3, 3], "ordinary below": [0, 3, 3, 3], "sandwich": [0, 2, 2, 3], "two caches": [1, 1, 3, 3],
-         "one inside": [3, 1, 3, 3], "shared below": [0, 0, 3, 3]}  # fmt: skip
+LATER = {
+    "plain": [3, 3, 3, 3],
+    "ordinary below": [0, 3, 3, 3],
+    "sandwich": [0, 2, 2, 3],
+    "two caches": [1, 1, 3, 3],
+    "one inside": [3, 1, 3, 3],
+    "shared below": [0, 0, 3, 3],
+}
 LLAMAS = {**EARLIER, **LATER}
 HIDDEN, HEADS, QUERIES, DIMS, VOCABULARY = 32, 2, 4, 8, 96
 EXACT = 1e-5  # in float64, where no rounding can hide a mistake
@@ -55,9 +69,17 @@ def hf_model(kv_layers: list[int] | None, **settings) -> LCKVForCausalLM:
     """Random weights that make attention choose. Larger ones make so deep a recurrence chaotic, and rounding large."""
     torch.manual_seed(0)
     config = LCKVConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=4, num_attention_heads=QUERIES,
-        num_key_value_heads=HEADS, max_position_embeddings=128, initializer_range=0.15, kv_layers=kv_layers, **settings,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=QUERIES,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        kv_layers=kv_layers,
+        **settings,
+    )
     return LCKVForCausalLM(config).eval()
 
 
@@ -303,9 +325,10 @@ def test_another_window_over_the_same_k_and_v_is_refused():
 
 def test_orders_that_no_pass_can_serve_are_refused():
     for kv_layers, why in (
-        ([0, 0], "names 2 layers, expected num_hidden_layers = 4"), ([0, 0, 1, 3], "which has no K and V of its own"),
+        ([0, 0], "names 2 layers, expected num_hidden_layers = 4"),
+        ([0, 0, 1, 3], "which has no K and V of its own"),
         ([2, 1, 2, 2], "it must be their last reader"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=why):
             hf_model(kv_layers)
 
@@ -337,8 +360,13 @@ def recipe(steps: int = 12, **changes) -> PretrainConfig:
     """Its shipped recipe, smaller."""
     shipped = load(find("lckv")).model_dump()
     training = shipped["training"] | {
-        "tokens": 72 * 4 * steps, "sample": 72, "batch": 4, "short": [], "probe_every": 6, "checkpoint_every": 5,
-    }  # fmt: skip
+        "tokens": 72 * 4 * steps,
+        "sample": 72,
+        "batch": 4,
+        "short": [],
+        "probe_every": 6,
+        "checkpoint_every": 5,
+    }
     shape = shipped["shape"] | {"hidden": 16, "intermediate": 32}
     return PretrainConfig(**shipped | {"name": "tiny", "training": training, "shape": shape} | changes)
 

@@ -9,9 +9,14 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "image_size": 32,
-    "patch_size": 8, "initializer_range": 0.2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "image_size": 32,
+    "patch_size": 8,
+    "initializer_range": 0.2,
+}
 OUTLIER, OUTLIER_ROW, OUTLIER_COLUMN = 6, 1, 2  # a patch of the grid of 4 x 4
 
 

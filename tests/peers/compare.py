@@ -46,9 +46,14 @@ Arrays = dict[str, np.ndarray]
 def random_model() -> Any:
     """A tiny Qwen2 with 2 KV heads of 3 query heads each."""
     return tiny_model(
-        "qwen2", hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
+        "qwen2",
+        hidden_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=512,
-    )  # fmt: skip
+    )
 
 
 def model_folders(folder: Path) -> dict[str, Path]:
@@ -221,10 +226,18 @@ def facts(row: Row, peers: list[Peers]) -> tuple[dict[str, Any], list[str]]:
         found, missing = [], f"{type(error).__name__}: {error}"
     by_model = {m: [f.as_json() for f in found if f.cell.model == m] for m in MODELS}
     told = {
-        "key": row.key, "theirs": row.theirs, "ours": row.ours, "repository": row.source[0], "commit": row.source[1],
-        "means": row.means, "may_differ": row.may_differ, "why": row.why, "positions": row.positions, "missing": missing,
+        "key": row.key,
+        "theirs": row.theirs,
+        "ours": row.ours,
+        "repository": row.source[0],
+        "commit": row.source[1],
+        "means": row.means,
+        "may_differ": row.may_differ,
+        "why": row.why,
+        "positions": row.positions,
+        "missing": missing,
         "models": by_model,
-    }  # fmt: skip
+    }
     return told, [f"{row.key}: {missing}"] if missing else [text for f in found if (text := wrong(f))]
 
 

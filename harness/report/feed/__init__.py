@@ -34,14 +34,19 @@ def feed(records: Iterable[Record]) -> dict[str, Any]:
     answered, shown = [_question(question) for question in asked], list(itertools.chain.from_iterable(groups(records)))
     cells = [cell_json(record) for record in shown]
     policies = sorted({row["policy"] for question in answered for row in rows_of(question)})
-    made: dict[str, Any] = make_visible({
-        "feed": NAME, "version": VERSION, "measured": max((cell["measured"] for cell in cells), default=""),
-        "default": default(answered, [token_numbers(question) for question in asked]),
-        "papers": {name: {"paper": whose.paper, "arxiv": whose.arxiv} for name in policies if (whose := origin(name)).paper},
-        "questions": answered, "equal_bytes": [equal_bytes.as_json(found) for found in equal_bytes.together(asked)],
-        "cells": cells,
-        "provenance": {cell["provenance"]: provenance_json(record) for cell, record in zip(cells, shown, strict=True)},
-    })  # fmt: skip
+    made: dict[str, Any] = make_visible(
+        {
+            "feed": NAME,
+            "version": VERSION,
+            "measured": max((cell["measured"] for cell in cells), default=""),
+            "default": default(answered, [token_numbers(question) for question in asked]),
+            "papers": {name: {"paper": whose.paper, "arxiv": whose.arxiv} for name in policies if (whose := origin(name)).paper},
+            "questions": answered,
+            "equal_bytes": [equal_bytes.as_json(found) for found in equal_bytes.together(asked)],
+            "cells": cells,
+            "provenance": {cell["provenance"]: provenance_json(record) for cell, record in zip(cells, shown, strict=True)},
+        }
+    )
     return made
 
 
@@ -100,14 +105,21 @@ def _question(question: Question) -> dict[str, Any]:
     references = [Placed(r, names[row_id(r)], None, loss(question, r, question.dense)) for r in question.references]
     heading = f"{model_name(question.first)}, {words.subject(question)}"
     return {
-        "id": words.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
-        "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "machine": visible(question.machine),
+        "id": words.identifier(question),
+        "suite": visible(cell.suite),
+        "suite_version": cell.suite_version,
+        "model": visible(cell.model.id),
+        "dtype": visible(cell.model.dtype),
+        "machine": visible(question.machine),
         "about": words.about(question),
-        "subject": words.subject(question), "evict": words.evicting(question.evicts), "measure": question.measure,
-        "dense_bytes": whole, "dense_measured": measured,
+        "subject": words.subject(question),
+        "evict": words.evicting(question.evicts),
+        "measure": question.measure,
+        "dense_bytes": whole,
+        "dense_measured": measured,
         "references": [row_json(question, placed, names) for placed in references],
         "budgets": [_budget(question, capacity, names, heading) for capacity in question.capacities],
-    }  # fmt: skip
+    }
 
 
 def _budget(question: Question, capacity: int | None, names: dict[str, str], heading: str) -> dict[str, Any]:
@@ -121,12 +133,16 @@ def _budget(question: Question, capacity: int | None, names: dict[str, str], hea
     shown = [row_json(question, p, names) for p in placed]
     found = finding(shown, question.measure)
     return {
-        "capacity": capacity, "kv_bytes": most, "kv_share": figure(most / whole) if most and whole else None,
+        "capacity": capacity,
+        "kv_bytes": most,
+        "kv_share": figure(most / whole) if most and whole else None,
         "references": {row_id(row): figure(perplexity(question, row, capacity)) for row in question.references},
-        "reference": None if base is None else row_id(base), "rows": shown,
-        "pairs": [_pair(question, one.row, other.row) for one, other in itertools.combinations(placed, 2)], "finding": found,
+        "reference": None if base is None else row_id(base),
+        "rows": shown,
+        "pairs": [_pair(question, one.row, other.row) for one, other in itertools.combinations(placed, 2)],
+        "finding": found,
         "answer": f"At {size(capacity)}, {heading}: {found}",
-    }  # fmt: skip
+    }
 
 
 def _pair(question: Question, one: Row, other: Row) -> list[float] | None:

@@ -81,12 +81,19 @@ def as_json(formats: Formats) -> dict[str, Any]:
     kept = {share: {row_id(row): row for row in formats.at(share)} for share in SHARES}
     told = [share for share, found in kept.items() if len({row.cell.stored for row in found.values()}) > 1]
     return {
-        "id": words.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
-        "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "subject": words.subject(question),
-        "evict": words.evicting(question.evicts), "measure": question.measure, "dense_bytes": _held(formats.dense),
+        "id": words.identifier(question),
+        "suite": visible(cell.suite),
+        "suite_version": cell.suite_version,
+        "model": visible(cell.model.id),
+        "dtype": visible(cell.model.dtype),
+        "subject": words.subject(question),
+        "evict": words.evicting(question.evicts),
+        "measure": question.measure,
+        "dense_bytes": _held(formats.dense),
         "questions": [words.identifier(part) for part in formats.parts],
-        "rows": list(rows.values()), "sizes": [_size(formats, share, kept[share], rows) for share in told],
-    }  # fmt: skip
+        "rows": list(rows.values()),
+        "sizes": [_size(formats, share, kept[share], rows) for share in told],
+    }
 
 
 def _row(formats: Formats, row: Row) -> dict[str, Any]:
@@ -95,11 +102,17 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
     compared = None if row is formats.dense else question.comparison(formats.dense, row)
     lost = None if compared is None else loss_of(question.measure, formats.dense, compared.among())
     return {
-        "id": row_id(row), "policy": visible(row.cell.policy), "name": _name(row), "stored": visible(row.cell.stored),
-        "capacity": row.cell.capacity, "held_bytes": held, "kv_share": figure(held / whole) if held and whole else None,
-        "perplexity": figure(perplexity(question, row, formats.largest)), "answers": answers_json(row),
+        "id": row_id(row),
+        "policy": visible(row.cell.policy),
+        "name": _name(row),
+        "stored": visible(row.cell.stored),
+        "capacity": row.cell.capacity,
+        "held_bytes": held,
+        "kv_share": figure(held / whole) if held and whole else None,
+        "perplexity": figure(perplexity(question, row, formats.largest)),
+        "answers": answers_json(row),
         "loss": None if lost is None else loss_json(row, lost, {row_id(formats.dense): "dense"}),
-    }  # fmt: skip
+    }
 
 
 def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -114,9 +127,12 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
     size = (_held(formats.dense) or 0) * share
     where = f"{model_name(question.first)}, {words.subject(question)}, in any format"
     return {
-        "share": float(share), "bytes": int(size), "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
-        "finding": said, "answer": f"At 1/{share.denominator} of dense's bytes, {where}: {said}",
-    }  # fmt: skip
+        "share": float(share),
+        "bytes": int(size),
+        "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
+        "finding": said,
+        "answer": f"At 1/{share.denominator} of dense's bytes, {where}: {said}",
+    }
 
 
 def _ranks(question: Question, rows: Sequence[Row]) -> list[Rank | None]:

@@ -66,20 +66,30 @@ def row_json(question: Question, placed: Placed, names: dict[str, str]) -> dict[
     row, cell = placed.row, placed.row.cell
     dense_loss = None if placed.loss and placed.loss.to is question.dense else loss(question, row, question.dense)
     return {
-        "id": row_id(row), "policy": visible(cell.policy), "name": placed.name,
+        "id": row_id(row),
+        "policy": visible(cell.policy),
+        "name": placed.name,
         "kind": "reference" if is_reference(row.records[0]) else "control" if cell.policy == CONTROL else "cache",
-        "capacity": cell.capacity, "rank": placed.rank and list(placed.rank),
+        "capacity": cell.capacity,
+        "rank": placed.rank and list(placed.rank),
         "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
-        "perplexity": figure(perplexity(question, row)), "stride": row.stride,
-        "tokens_read": _tokens_read(row), "answers": answers_json(row),
-        "kv_bytes": row.kv_bytes, "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
-        "ms": figure(row.step_ms), "times_dense": _times_dense(question, row),
-        "code": visible(row.records[0].facts.code or origin(cell.policy).code), "status": _status(question, row),
-        "parameters": {visible(k): v for k, v in cell.settings.items()}, "positions": visible(cell.positions),
-        "evict": visible(cell.evicts), "seed": cell.seed,
+        "perplexity": figure(perplexity(question, row)),
+        "stride": row.stride,
+        "tokens_read": _tokens_read(row),
+        "answers": answers_json(row),
+        "kv_bytes": row.kv_bytes,
+        "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
+        "ms": figure(row.step_ms),
+        "times_dense": _times_dense(question, row),
+        "code": visible(row.records[0].facts.code or origin(cell.policy).code),
+        "status": _status(question, row),
+        "parameters": {visible(k): v for k, v in cell.settings.items()},
+        "positions": visible(cell.positions),
+        "evict": visible(cell.evicts),
+        "seed": cell.seed,
         "cells": [record.cell_id[:12] for record in row.records],
-    }  # fmt: skip
+    }
 
 
 def loss_json(row: Row, lost: Loss, names: dict[str, str]) -> dict[str, Any]:
@@ -88,10 +98,15 @@ def loss_json(row: Row, lost: Loss, names: dict[str, str]) -> dict[str, Any]:
     capacity = lost.to.cell.capacity
     elsewhere = "" if capacity in (None, row.cell.capacity) else f" at {capacity:,}"
     return {
-        "to": row_id(lost.to), "to_name": f"{names[row_id(lost.to)]}{elsewhere}", "value": figure(lost.value),
-        "low": figure(lost.low), "high": figure(lost.high), "nats": nats, "verdict": lost.verdict,
+        "to": row_id(lost.to),
+        "to_name": f"{names[row_id(lost.to)]}{elsewhere}",
+        "value": figure(lost.value),
+        "low": figure(lost.low),
+        "high": figure(lost.high),
+        "nats": nats,
+        "verdict": lost.verdict,
         "stride": max(row.stride, lost.to.stride) if nats else 1,
-    }  # fmt: skip
+    }
 
 
 def dense_bytes(question: Question) -> tuple[int | None, bool]:
@@ -160,23 +175,37 @@ def cell_json(record: Record) -> dict[str, Any]:
     local = "" if re.search("[/:]", cell.model.id) or cell.model.id in PACKAGED else " --model FOLDER"
     failed = "" if record.status == "ok" else record.error.kind if record.error else "failed"
     return {
-        "cell": record.cell_id[:12], "suite": cell.suite, "suite_version": cell.suite_version, "model": cell.model.id,
-        "policy": title(record), "capacity": cell.capacity, "task": task_name(record),
-        "figure": sections.headline(record), "status": failed or "; ".join(record.metrics.flags) or "ok",
-        "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{texts}{local}",
+        "cell": record.cell_id[:12],
+        "suite": cell.suite,
+        "suite_version": cell.suite_version,
+        "model": cell.model.id,
+        "policy": title(record),
+        "capacity": cell.capacity,
+        "task": task_name(record),
+        "figure": sections.headline(record),
+        "status": failed or "; ".join(record.metrics.flags) or "ok",
+        "measured": record.finished[:10],
+        "command": f"bench run {record.cell_id[:8]} --fresh{texts}{local}",
         "provenance": _digest(provenance_json(record)),
-    }  # fmt: skip
+    }
 
 
 def provenance_json(record: Record) -> dict[str, Any]:
     """Return how a cell was measured. Many cells have this in common."""
     facts, data = record.facts, record.data
     return {
-        "device": facts.device, "instructions": facts.instructions, "threads": facts.threads, "platform": facts.platform,
-        "versions": dict(facts.versions), "data": data.source, "text_sha256": data.text_sha256[:12],
-        "ids_sha256": data.ids_sha256[:12], "weights_sha256": facts.weights_sha256[:12],
-        "data_seed": record.cell.options.get("data_seed"), "method": facts.method,
-    }  # fmt: skip
+        "device": facts.device,
+        "instructions": facts.instructions,
+        "threads": facts.threads,
+        "platform": facts.platform,
+        "versions": dict(facts.versions),
+        "data": data.source,
+        "text_sha256": data.text_sha256[:12],
+        "ids_sha256": data.ids_sha256[:12],
+        "weights_sha256": facts.weights_sha256[:12],
+        "data_seed": record.cell.options.get("data_seed"),
+        "method": facts.method,
+    }
 
 
 def _digest(value: dict[str, Any]) -> str:

@@ -63,10 +63,12 @@ def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dic
         data["provenance"] = {cell["provenance"]: feed["provenance"][cell["provenance"]] for cell in data["cells"]}
         data["pictures"] = {cell["cell"]: pictures[cell["cell"]] for cell in data["cells"] if cell["cell"] in pictures}
         entry = {
-            "file": file_name(f"{suite} v{version}", repr((suite, version))), "suite": suite, "version": version,
+            "file": file_name(f"{suite} v{version}", repr((suite, version))),
+            "suite": suite,
+            "version": version,
             "models": list(dict.fromkeys(cell["model"] for cell in data["cells"])),
             "questions": [question["id"] for question in data["questions"]],
-        }  # fmt: skip
+        }
         found.append((entry, data))
     return sorted(
         found,

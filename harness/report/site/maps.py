@@ -47,9 +47,11 @@ def _kept(record: Record, folder: Path) -> dict[str, Any] | None:
         return None
     layers = _spread(len(shares))
     return {
-        "kind": "kept", "columns": f"steps {steps[0]:,} to {steps[-1]:,}", "rows": "positions, the first at the bottom",
+        "kind": "kept",
+        "columns": f"steps {steps[0]:,} to {steps[-1]:,}",
+        "rows": "positions, the first at the bottom",
         "layers": [_layer(i, shares[i].T[::-1], _KEPT) for i in layers],
-    }  # fmt: skip
+    }
 
 
 def _logits(record: Record, folder: Path) -> dict[str, Any] | None:
@@ -64,9 +66,11 @@ def _logits(record: Record, folder: Path) -> dict[str, Any] | None:
     scaled = [np.where(np.isfinite(x), 0.5 + x / (2 * top), 0.5) for x, top in zip(logits, most, strict=True)]
     tokens = logits.shape[-1]
     return {
-        "kind": "attention", "columns": f"the first {tokens} tokens, attended to", "rows": "queries, the first at the top",
+        "kind": "attention",
+        "columns": f"the first {tokens} tokens, attended to",
+        "rows": "queries, the first at the top",
         "layers": [_layer(i, scaled[i], _LOGITS) for i in _spread(len(scaled))],
-    }  # fmt: skip
+    }
 
 
 def _spread(layers: int) -> list[int]:

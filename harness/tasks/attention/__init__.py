@@ -119,17 +119,22 @@ def _heads_chart(record: Record) -> Chart:
     ]
     heads, layers = len(metrics.first_by_head[0]), len(metrics.first_by_head)
     spec = {
-        "data": {"values": values}, "mark": "rect",
-        "width": min(_MOST_PIXELS, _CELL_PIXELS * heads), "height": min(_MOST_PIXELS, _CELL_PIXELS * layers),
+        "data": {"values": values},
+        "mark": "rect",
+        "width": min(_MOST_PIXELS, _CELL_PIXELS * heads),
+        "height": min(_MOST_PIXELS, _CELL_PIXELS * layers),
         "encoding": {
             "x": {"field": "head", "type": "ordinal", "title": "query head", "axis": {"labelAngle": 0, "labelOverlap": True}},
             "y": {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelOverlap": True}},
             "color": {
-                "field": "share", "type": "quantitative", "title": ["attention to", "the first token"],
-                "scale": {"domain": [0, 1], **_SHADES}, "legend": {"format": ".0%"},
+                "field": "share",
+                "type": "quantitative",
+                "title": ["attention to", "the first token"],
+                "scale": {"domain": [0, 1], **_SHADES},
+                "legend": {"format": ".0%"},
             },
         },
-    }  # fmt: skip
+    }
     alt = "Attention that each head of {model} gives to the first token, layer by head"
     text = f"{metrics.samples} samples of {metrics.tokens:,} tokens"
     return Chart.from_record(record, "attention heads", record.cell_id, f"{alt}, {text}.", spec)
@@ -156,18 +161,32 @@ def layers_chart(records: Sequence[Record], more: Sequence[Panel], alt: str = ""
     colour = policy_colour(records)
     share: Panel = {"type": "quantitative", "scale": {"domain": [0, 1]}, "axis": {"format": ".0%"}}
     first = {
-        "title": "last query to the first token", "data": {"values": values}, "layer": [
-            {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.12}, "encoding": {
-                "x": X_LAYER, "y": {"field": "low", **share, "title": "attention"}, "y2": {"field": "high"}, "color": colour,
-            }},
+        "title": "last query to the first token",
+        "data": {"values": values},
+        "layer": [
+            {
+                "data": {"values": band},
+                "mark": {"type": "area", "opacity": 0.12},
+                "encoding": {
+                    "x": X_LAYER,
+                    "y": {"field": "low", **share, "title": "attention"},
+                    "y2": {"field": "high"},
+                    "color": colour,
+                },
+            },
             {"mark": LINE, "encoding": {"x": X_LAYER, "y": {"field": "late", **share, "title": "attention"}, "color": colour}},
         ],
-    }  # fmt: skip
+    }
     entropy = {
-        "title": "entropy of a query's weights", "data": {"values": values}, "mark": LINE, "encoding": {
-            "x": X_LAYER, "y": {"field": "entropy", "type": "quantitative", "title": "nats"}, "color": colour,
+        "title": "entropy of a query's weights",
+        "data": {"values": values},
+        "mark": LINE,
+        "encoding": {
+            "x": X_LAYER,
+            "y": {"field": "entropy", "type": "quantitative", "title": "nats"},
+            "color": colour,
         },
-    }  # fmt: skip
+    }
     shown: list[Panel] = [first, entropy, *more]
     panels = [{"width": 240, "height": 200} | panel for panel in shown]
     alt = "Over the layers of {model}: attention of the last query to the first token, entropy of attention" + alt
@@ -180,5 +199,9 @@ def policy_colour(records: Sequence[Record]) -> Panel:
     """The encoding that gives each policy a colour."""
     names = list(dict.fromkeys(short_titles(records)))
     return {
-        "field": "policy", "type": "nominal", "scale": {"domain": names}, "title": "policy", "legend": {"symbolOpacity": 1},
-    }  # fmt: skip
+        "field": "policy",
+        "type": "nominal",
+        "scale": {"domain": names},
+        "title": "policy",
+        "legend": {"symbolOpacity": 1},
+    }

@@ -24,13 +24,19 @@ def figures(noted: Arrays, epsilon: float) -> dict[str, Any]:
     first = noted["first"]
     shares = (first > epsilon).mean((1, 2))
     result: dict[str, Any] = {
-        "samples": len(first), "tokens": int(noted["tokens"]), "heads": first[0].size,
-        "sink_heads": float(shares.mean()), "sink_heads_interval": ends(shares),
-        "first": float(first.mean()), "first_interval": ends(first.mean((1, 2))),
-        "first_by_head": first.mean(0).tolist(), "entropy": float(noted["entropy"].mean()),
-        "entropy_by_head": noted["entropy"].mean(0).tolist(), "largest_logit": float(noted["largest_logit"].max()),
+        "samples": len(first),
+        "tokens": int(noted["tokens"]),
+        "heads": first[0].size,
+        "sink_heads": float(shares.mean()),
+        "sink_heads_interval": ends(shares),
+        "first": float(first.mean()),
+        "first_interval": ends(first.mean((1, 2))),
+        "first_by_head": first.mean(0).tolist(),
+        "entropy": float(noted["entropy"].mean()),
+        "entropy_by_head": noted["entropy"].mean(0).tolist(),
+        "largest_logit": float(noted["largest_logit"].max()),
         "layers": [_layer(noted, layer) for layer in range(first.shape[1])],
-    }  # fmt: skip
+    }
     if "rest" in noted:
         result["rest"] = float(noted["rest"].mean())
     return {name: x for name, x in result.items() if x is not None}

@@ -79,9 +79,11 @@ class Notes:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Notes by sample, as `figures` takes them. [B, L, Q] each."""
         arrays = {
-            "first": self.mean_received()[..., 0].float(), "late": torch.stack(self._late),
-            "largest_logit": torch.stack(self._largest), "entropy": torch.stack(self._entropy) / self._tokens,
-        }  # fmt: skip
+            "first": self.mean_received()[..., 0].float(),
+            "late": torch.stack(self._late),
+            "largest_logit": torch.stack(self._largest),
+            "entropy": torch.stack(self._entropy) / self._tokens,
+        }
         if self._sunk:
             arrays["rest"] = torch.stack(self._rest) / self._tokens
         return by_sample(arrays)

@@ -45,9 +45,9 @@ class AnsweringTask(Task):
         """Recompute all figures from the trace; each answer is compared with the right one again."""
         options, answers = record.cell.task, json_lines(trace)
         needed = {"said", "gold"}
-        return answer_figures([
-            a | ({"right": cls.is_right(options, a["said"], a["gold"])} if needed <= set(a) else {}) for a in answers
-        ])  # fmt: skip
+        return answer_figures(
+            [a | ({"right": cls.is_right(options, a["said"], a["gold"])} if needed <= set(a) else {}) for a in answers]
+        )
 
     @classmethod
     def is_right(cls, options: Any, completion: str, gold: str) -> bool:

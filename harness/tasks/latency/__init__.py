@@ -217,9 +217,23 @@ class Latency(Task):
             "Slots: in use / attended.\n"
         )
         head = [
-            "policy", "capacity", "ms/token (TPOT)", "p90", "p99", "longest", "tokens/s", "first token ms (TTFT)",
-            "speed-up over dense", "over recompute", "bookkeeping", "× roofline", "slots", "K/V", "state", "status",
-        ]  # fmt: skip
+            "policy",
+            "capacity",
+            "ms/token (TPOT)",
+            "p90",
+            "p99",
+            "longest",
+            "tokens/s",
+            "first token ms (TTFT)",
+            "speed-up over dense",
+            "over recompute",
+            "bookkeeping",
+            "× roofline",
+            "slots",
+            "K/V",
+            "state",
+            "status",
+        ]
         lines: list[str | Chart] = [about]
         for machine, part in by_machine(records):
             lines += [f"On {md(machine)}:\n"] if machine else []
@@ -236,13 +250,21 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
     recompute = [r for r in records if r.cell.policy == "recompute_window" and r.cell.capacity == record.cell.capacity]
     last, tails = m.curve[-1], m.percentiles_ms
     return [
-        *name, f"{digits(m.step_ms, 3)} ± {m.error:.0%}", *(digits(tails[q], 3) if q in tails else "" for q in ("p90", "p99")),
+        *name,
+        f"{digits(m.step_ms, 3)} ± {m.error:.0%}",
+        *(digits(tails[q], 3) if q in tails else "" for q in ("p90", "p99")),
         "" if m.largest_ms is None else digits(m.largest_ms, 3),
-        f"{m.tokens_per_second:,.0f}", f"{digits(m.first_token_ms, 3)} ± {m.first_token_error:.0%}",
-        speed_up(record, dense), speed_up(record, recompute), f"{m.bookkeeping_share:.0%}" if m.kv_bytes else "",
-        f"{m.over_roofline:.1f}", f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",
-        cache_bytes(m.kv_bytes), in_bytes(m.state_bytes), status(record),
-    ]  # fmt: skip
+        f"{m.tokens_per_second:,.0f}",
+        f"{digits(m.first_token_ms, 3)} ± {m.first_token_error:.0%}",
+        speed_up(record, dense),
+        speed_up(record, recompute),
+        f"{m.bookkeeping_share:.0%}" if m.kv_bytes else "",
+        f"{m.over_roofline:.1f}",
+        f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",
+        cache_bytes(m.kv_bytes),
+        in_bytes(m.state_bytes),
+        status(record),
+    ]
 
 
 def _curve(records: Sequence[Record]) -> list[str]:

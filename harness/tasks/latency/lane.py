@@ -152,10 +152,16 @@ class Lane:
         assert self.read
         used, attended = self.read.slots
         median, error = timing(sitting_ms)
-        self._curve.append({
-            "position": position, "step_ms": median, "error": error, "steps": sum(len(r) for s in sitting_ms for r in s),
-            "used_slots": used, "attended_slots": attended,
-        })  # fmt: skip
+        self._curve.append(
+            {
+                "position": position,
+                "step_ms": median,
+                "error": error,
+                "steps": sum(len(r) for s in sitting_ms for r in s),
+                "used_slots": used,
+                "attended_slots": attended,
+            }
+        )
 
     def finish(self, device: dict[str, float], together: str, forward_ms: list[float]) -> None:
         """Compute the figures, and write each timed step to the trace."""
@@ -179,14 +185,26 @@ class Lane:
         if self.job.config.capacity is not None and kv_bytes != self.kv_bytes:
             flags.append(f"its K/V takes {kv_bytes:,} bytes, but by the model's shapes {self.kv_bytes:,}")
         figures = {
-            "step_ms": median, "error": error, "settled": self.settled, "sittings": len(self.sitting_ms),
-            **step_figures(steps, options.batch), "largest_ms": largest(self.sitting_ms),
-            "first_token_ms": first, "first_token_error": first_error, "position": self._curve[-1]["position"],
-            "curve": self._curve, "bookkeeping_share": self._bookkeeping(),
-            "roofline": bounds, "over_roofline": median / bounds["ms"], "device": device, "together": together,
+            "step_ms": median,
+            "error": error,
+            "settled": self.settled,
+            "sittings": len(self.sitting_ms),
+            **step_figures(steps, options.batch),
+            "largest_ms": largest(self.sitting_ms),
+            "first_token_ms": first,
+            "first_token_error": first_error,
+            "position": self._curve[-1]["position"],
+            "curve": self._curve,
+            "bookkeeping_share": self._bookkeeping(),
+            "roofline": bounds,
+            "over_roofline": median / bounds["ms"],
+            "device": device,
+            "together": together,
             "forward_ms": [round(x, 5) for x in forward_ms],
-            "kv_bytes": kv_bytes, "state_bytes": self.read.state_bytes, "flags": flags,
-        }  # fmt: skip
+            "kv_bytes": kv_bytes,
+            "state_bytes": self.read.state_bytes,
+            "flags": flags,
+        }
         self.result = LatencyMetrics.from_json(figures)
         with self.job.trace.open("wb") as file:
             np.save(file, steps.astype("<f4"))

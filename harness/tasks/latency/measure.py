@@ -105,9 +105,13 @@ def _own_forward(model: Model, streams: int) -> Reference:
 
 
 def _time_rounds(
-    options: LatencyOptions, lanes: Sequence[Lane], forward: Reference, point: int, draw: random.Random,
+    options: LatencyOptions,
+    lanes: Sequence[Lane],
+    forward: Reference,
+    point: int,
+    draw: random.Random,
     stop_when_full: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Read on to a point of the stream, or only until caches are full, and time all rounds there."""
     forward.rounds = []
     for lane in _running(lanes):

@@ -61,10 +61,15 @@ class LmEvalData:
     def facts(self) -> dict[str, Any]:
         """The record's `data`."""
         return {
-            "source": self.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens, "questions": self.questions,
-            "requests": len(self.lengths), "longest_request": max(self.lengths), "lm_eval": metadata.version("lm-eval"),
+            "source": self.source,
+            "ids_sha256": self.ids_sha256,
+            "tokens": self.tokens,
+            "questions": self.questions,
+            "requests": len(self.lengths),
+            "longest_request": max(self.lengths),
+            "lm_eval": metadata.version("lm-eval"),
             **({} if self.version == _FIRST_VERSION else {"task_version": self.version}),
-        }  # fmt: skip
+        }
 
 
 def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> LmEvalData:
@@ -80,10 +85,13 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase, directo
     try:
         with catalogue.quiet():
             task.build_all_requests(
-                limit=options.limit, rank=0, world_size=1, apply_chat_template=bool(options.chat_template),
+                limit=options.limit,
+                rank=0,
+                world_size=1,
+                apply_chat_template=bool(options.chat_template),
                 chat_template=_template(tokenizer) if options.chat_template else None,
                 fewshot_as_multiturn=bool(options.chat_template),
-            )  # fmt: skip
+            )
     except Exception as error:
         if (refused := catalogue.refused(error, options.tasks)) is None:
             raise
@@ -182,16 +190,24 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     start = partial(_start_of, options=options) if options.question == "unseen" else None
     seed = options.sample_seed or 0
     model = KVBench(
-        reader, data.tokenizer, add_bos_token=options.add_bos_token, sample_seed=seed, on_progress=report_progress,
+        reader,
+        data.tokenizer,
+        add_bos_token=options.add_bos_token,
+        sample_seed=seed,
+        on_progress=report_progress,
         question_start=start,
-    )  # fmt: skip
+    )
     ((name, task),) = data.loaded["tasks"].items()
     task.set_fewshot_seed(seed=options.data_seed)
     with catalogue.quiet():
         output = evaluate(
-            model, data.loaded, limit=options.limit, bootstrap_iters=1000, apply_chat_template=bool(options.chat_template),
+            model,
+            data.loaded,
+            limit=options.limit,
+            bootstrap_iters=1000,
+            apply_chat_template=bool(options.chat_template),
             fewshot_as_multiturn=bool(options.chat_template),
-        )  # fmt: skip
+        )
     results = _numbers(output["results"][name])
     metrics = list(output["samples"][name][0]["metrics"])
     length = str(options.max_seq_length)  # RULER names its metrics after the prompt length
@@ -209,11 +225,21 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     flags = list(_chosen_before_the_cut(task, data.tokenizer)) if cut_after_question else []
     weighted = any("weight" in s for s in samples)  # then scores are log-likelihoods, even if the metric is a perplexity
     higher = weighted or output["higher_is_better"][name].get(metric) is not False
-    return LmEvalMetrics.from_json({
-        **sample_figures(samples), "metric": options.metric or metric, "higher_is_better": higher, "lm_eval": results,
-        "flags": flags, "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
-        "kv_bytes": reader.kv_bytes, "kv_held_bytes": reader.held_bytes, "state_bytes": reader.state_bytes,
-    })  # fmt: skip
+    return LmEvalMetrics.from_json(
+        {
+            **sample_figures(samples),
+            "metric": options.metric or metric,
+            "higher_is_better": higher,
+            "lm_eval": results,
+            "flags": flags,
+            "over_capacity": model.over_capacity,
+            "truncated": model.truncated,
+            "requests": model.requests,
+            "kv_bytes": reader.kv_bytes,
+            "kv_held_bytes": reader.held_bytes,
+            "state_bytes": reader.state_bytes,
+        }
+    )
 
 
 def _chosen_before_the_cut(task: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -111,9 +111,18 @@ class Memory(Task):
         rows = []
         for record in records:
             m = record.measured(MemoryMetrics)
-            sizes = [] if m is None else [
-                m.kv_bytes, m.state_bytes, m.allocated_bytes, m.peak_bytes, m.growth_bytes, m.weight_bytes,
-            ]  # fmt: skip
+            sizes = (
+                []
+                if m is None
+                else [
+                    m.kv_bytes,
+                    m.state_bytes,
+                    m.allocated_bytes,
+                    m.peak_bytes,
+                    m.growth_bytes,
+                    m.weight_bytes,
+                ]
+            )
             rows.append(
                 [label(record), count(record.cell.capacity), *(map(in_bytes, sizes) if sizes else [""] * 6), status(record)]
             )

@@ -50,10 +50,13 @@ def measure(options: MemoryOptions, job: Job) -> MemoryMetrics:
             position += shape[1]
         meter.wait()
         largest_tensor_bytes = max(largest_tensor_bytes, tensor_bytes(read))
-        curve.append({
-            "position": position, "peak_bytes": meter.peak(),
-            "token_ms": 1e3 * (time.perf_counter() - started) / (position - first),
-        })  # fmt: skip
+        curve.append(
+            {
+                "position": position,
+                "peak_bytes": meter.peak(),
+                "token_ms": 1e3 * (time.perf_counter() - started) / (position - first),
+            }
+        )
         job.progress(position, f"peak {curve[-1]['peak_bytes'] / 2**20:,.1f} MiB over weights")
     return _figures(options, job, read, meter, largest_tensor_bytes, curve)
 
@@ -74,11 +77,21 @@ def _figures(
         flags.append(f"its K/V takes {read.kv_bytes:,} bytes, but by the model's shapes {expected:,}")
     if capacity is not None and growth > _MAX_GROWTH_BYTES.get(job.model.device.type, 2**23):
         flags.append(f"the peak rose by {growth:,} bytes after the cache was full")
-    return MemoryMetrics.from_json({
-        "peak_bytes": curve[-1]["peak_bytes"], "allocated_bytes": allocated, "kv_bytes": read.kv_bytes,
-        "kv_held_bytes": read.held_bytes, "state_bytes": read.state_bytes, "expected_kv_bytes": expected, "growth_bytes": growth,
-        "weight_bytes": _weight_bytes(job.model), "how": meter.how, "curve": curve, "flags": flags,
-    })  # fmt: skip
+    return MemoryMetrics.from_json(
+        {
+            "peak_bytes": curve[-1]["peak_bytes"],
+            "allocated_bytes": allocated,
+            "kv_bytes": read.kv_bytes,
+            "kv_held_bytes": read.held_bytes,
+            "state_bytes": read.state_bytes,
+            "expected_kv_bytes": expected,
+            "growth_bytes": growth,
+            "weight_bytes": _weight_bytes(job.model),
+            "how": meter.how,
+            "curve": curve,
+            "flags": flags,
+        }
+    )
 
 
 def _kv_bytes(model: Model, config: CacheConfig, tokens: int, streams: int) -> int:

@@ -170,9 +170,14 @@ def _page(records: Sequence[Record]) -> list[str | Chart]:
     thin = strided_tokens(records)
     complete = [r for r in records if r.status == "ok" and scores_all(r)]
     return [
-        about + "\n", *_table(records, common), *over_the_stream(records), *_not_in_chart(records, thin.stride),
-        *_buckets(complete), *_common_buckets(records, thin), *_facts(records),
-    ]  # fmt: skip
+        about + "\n",
+        *_table(records, common),
+        *over_the_stream(records),
+        *_not_in_chart(records, thin.stride),
+        *_buckets(complete),
+        *_common_buckets(records, thin),
+        *_facts(records),
+    ]
 
 
 def _until(options: PerplexityOptions, records: Sequence[Record]) -> str:
@@ -190,21 +195,38 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
     dense = next((r for r in records if r.cell.is_dense), None)
     recompute = {r.cell.capacity: r for r in records if r.cell.policy == "recompute_window"}
     on_all, may_stop = not common.are_all, any(r.metrics.tokens_read for r in records)
-    head = ["policy", "capacity", *(["tokens read"] if may_stop else []), "perplexity", *(["on all tokens"] if on_all else []),
-            "bits/byte", "Δ NLL to dense", "Δ NLL to recompute", "K/V", "tokens/s", "status"]  # fmt: skip
+    head = [
+        "policy",
+        "capacity",
+        *(["tokens read"] if may_stop else []),
+        "perplexity",
+        *(["on all tokens"] if on_all else []),
+        "bits/byte",
+        "Δ NLL to dense",
+        "Δ NLL to recompute",
+        "K/V",
+        "tokens/s",
+        "status",
+    ]
     rows = []
     for record in records:
         metrics = record.measured(NllMetrics)
         bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
-        rows.append([
-            row_label(record, records), count(record.cell.capacity), *([_read(record)] if may_stop else []),
-            _perplexity(on_common(record, common)) + strided(record),
-            *([_perplexity(record) if scores_all(record) else ""] if on_all else []),
-            "" if bits is None else f"{bits:.3f}",
-            _difference(record, dense), _difference(record, recompute.get(record.cell.capacity)),
-            "" if metrics is None else cache_bytes(metrics.kv_bytes),
-            count(round(record.facts.tokens_per_second or 0)), status(record),
-        ])  # fmt: skip
+        rows.append(
+            [
+                row_label(record, records),
+                count(record.cell.capacity),
+                *([_read(record)] if may_stop else []),
+                _perplexity(on_common(record, common)) + strided(record),
+                *([_perplexity(record) if scores_all(record) else ""] if on_all else []),
+                "" if bits is None else f"{bits:.3f}",
+                _difference(record, dense),
+                _difference(record, recompute.get(record.cell.capacity)),
+                "" if metrics is None else cache_bytes(metrics.kv_bytes),
+                count(round(record.facts.tokens_per_second or 0)),
+                status(record),
+            ]
+        )
     return table(head, rows, "lr" + "r" * (len(head) - 3) + "l")
 
 

@@ -144,9 +144,14 @@ def _precision(options: PerplexityOptions, job: Job) -> Precision | None:
 
 
 def _score(
-    options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], looks: Sequence[int], part: range,
+    options: PerplexityOptions,
+    job: Job,
+    read: Decoder,
+    nll: NDArray[np.float32],
+    looks: Sequence[int],
+    part: range,
     so_far: _Mean,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Read the streams numbered `part` side by side with an empty decoder, and write each token's NLL in nats to `nll`, [N].
 
     A block ends after each number of tokens in `looks`. `so_far` is the mean of all NLLs, for progress.

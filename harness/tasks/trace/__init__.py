@@ -88,11 +88,12 @@ class Trace(Task):
         heads = [head for head in rows[0] if any(row[head] for row in rows)]
         lines = [[row[head] for head in heads] for row in rows]
         return [
-            about, *table(heads, lines, "lr" + "r" * (len(heads) - 3) + "l"),
+            about,
+            *table(heads, lines, "lr" + "r" * (len(heads) - 3) + "l"),
             *_by_distance(records, "Values said again that are right, by how many words back they were said last:", _reads),
             *_by_distance(records, "Steps that obey `tell`, by how many words after the prompt they end:", _told),
             *_still_right(records),
-        ]  # fmt: skip
+        ]
 
 
 def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
@@ -101,10 +102,13 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
     right = None if m is None else m.right
     endings, judgements = (m.endings or {}, m.told) if m else ({}, [])
     return {
-        "policy": row_label(record, records), "capacity": count(record.cell.capacity), "solved": percent_or_status(record),
+        "policy": row_label(record, records),
+        "capacity": count(record.cell.capacity),
+        "solved": percent_or_status(record),
         **{f"pass@{k}": _pass_at(m, k) for k in sorted({p.k for r in records for p in _pass_ats(r)})},
         "words right": percent(m.word_accuracy) if m and m.word_accuracy is not None else "",
-        "first wrong word": _first_wrong(record) if m else "", "final state": count(m.final) if m else "",
+        "first wrong word": _first_wrong(record) if m else "",
+        "final state": count(m.final) if m else "",
         "ended, looped, cut": ", ".join(count(endings[name]) for name in ("ended", "looped", "cut") if endings),
         "told": percent(sum(b.right for b in judgements) / sum(b.count for b in judgements)) if judgements else "",
         "held at the first wrong word": percent(m.held) if m and m.held is not None else "",
@@ -112,7 +116,7 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
         "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / right)) if m and right else "",
         "s a solved one": digits(seconds / right, 3) if seconds and right else "",
         "status": status(record),
-    }  # fmt: skip
+    }
 
 
 def _pass_ats(record: Record) -> Sequence[Any]:
@@ -160,11 +164,12 @@ def _by_distance(records: Sequence[Record], about: str, parts: Callable[[TraceMe
         return []
     rows = [
         [
-            row_label(r, records), count(r.cell.capacity),
+            row_label(r, records),
+            count(r.cell.capacity),
             *(f"{100 * p.right / p.count:.1f} of {p.count:,}" if (p := by_edge.get(edge)) else "" for edge in edges),
         ]
         for r, by_edge in measured
-    ]  # fmt: skip
+    ]
     head = ["policy", "capacity", *(f"{start:,} to {stop - 1:,}" for start, stop in edges)]
     return [f"{about}\n", *table(head, rows, "lr" + "r" * len(edges))]
 
@@ -194,13 +199,17 @@ def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     values = [point | {"policy": n} for n, group in zip(names, seeds.values(), strict=True) for point in _curve(group)]
     words = {"field": "words", "type": "quantitative", "title": "words written"}
     right = {
-        "field": "right", "type": "quantitative", "title": "percent without a wrong word", "scale": {"domain": [0, 100]},
-    }  # fmt: skip
+        "field": "right",
+        "type": "quantitative",
+        "title": "percent without a wrong word",
+        "scale": {"domain": [0, 100]},
+    }
     channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash")}
     lines = {
-        "data": {"values": values}, "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
+        "data": {"values": values},
+        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
         "encoding": {"x": words, "y": right} | channels,
-    }  # fmt: skip
+    }
     kept = [r.cell.most_kept or 0 for r in records if r.cell.capacity == capacity and not is_reference(r)]
     full = max(kept, default=0) - len(records[0].data.prefix) - records[0].cell.task_options(TraceOptions).prompt
     return {"layer": [*marks([{"at": full, "what": "cache full"}] if full > 0 else []), lines]}

@@ -68,9 +68,12 @@ class TraceData:
     def facts(self) -> dict[str, Any]:
         """Facts about the data, for the record."""
         return {
-            "source": self.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens,
-            "prefix": self.prompts[0, : self.prefix].tolist(), "steps": self.steps,
-        }  # fmt: skip
+            "source": self.source,
+            "ids_sha256": self.ids_sha256,
+            "tokens": self.tokens,
+            "prefix": self.prompts[0, : self.prefix].tolist(),
+            "steps": self.steps,
+        }
 
     def words(self, ids: list[int]) -> list[str]:
         """Tokens as words."""
@@ -89,20 +92,28 @@ def trace_data(options: TraceOptions, tokenizer: PreTrainedTokenizerBase) -> Tra
     try:
         programs = [
             program(
-                random.Random(f"{options.data_seed}/{number}"), options.lines, options.restate, options.tell,
-                (options.steps, 2 * options.steps), options.registers,
+                random.Random(f"{options.data_seed}/{number}"),
+                options.lines,
+                options.restate,
+                options.tell,
+                (options.steps, 2 * options.steps),
+                options.registers,
             )
             for number in range(options.programs)
-        ]  # fmt: skip
+        ]
     except ValueError as error:
         raise UserError(f"trace: {error}: choose other lines, registers or steps") from None
     prefix = opening(tokenizer)
     traces = [[vocabulary[word] for step in drawn.steps() for word in step.words] for drawn in programs]
     return TraceData(
         np.array([[*prefix, *(vocabulary[word] for word in drawn.prompt())] for drawn in programs]),
-        tuple(np.array(trace) for trace in traces), len(prefix), options.samples,
-        sum(map(len, traces)) / options.step / len(traces), f"generated, data seed {options.data_seed}", tokenizer,
-    )  # fmt: skip
+        tuple(np.array(trace) for trace in traces),
+        len(prefix),
+        options.samples,
+        sum(map(len, traces)) / options.step / len(traces),
+        f"generated, data seed {options.data_seed}",
+        tokenizer,
+    )
 
 
 def sources(program: Program) -> Iterator[tuple[int, ...]]:
@@ -178,10 +189,15 @@ def judged(prompt: str, answer: str, options: TraceOptions) -> JudgedAnswer:
         if word.isdigit() and len(source) == 1
     ]
     return JudgedAnswer(
-        right=words == trace, words=len(words), words_right=words_right, matches=sum(matches),
-        final=_last_values(program, words) == steps[-1].values, ending=_ending(words, len(program.lines) * options.step),
-        told=[] if program.tell is None else list(_told(words, program.tell, options.step)), reads=reads,
-    )  # fmt: skip
+        right=words == trace,
+        words=len(words),
+        words_right=words_right,
+        matches=sum(matches),
+        final=_last_values(program, words) == steps[-1].values,
+        ending=_ending(words, len(program.lines) * options.step),
+        told=[] if program.tell is None else list(_told(words, program.tell, options.step)),
+        reads=reads,
+    )
 
 
 def _last_values(program: Program, words: Sequence[str]) -> tuple[int, ...]:
@@ -222,19 +238,25 @@ def figures(lines: Sequence[dict[str, Any]], options: TraceOptions) -> dict[str,
     right, words = sum(a.right for a in answers), sum(a.words for a in answers)
     held = [line["held"] for line in lines if line["held"] is not None]
     result: dict[str, Any] = {
-        "questions": len(answers), "right": right, "accuracy": right / len(answers),
-        "outcomes": "".join("01"[a.right] for a in answers), "words": words, "words_right": [a.words_right for a in answers],
-        "reads": _by_distance([a.reads for a in answers], options), "tokens_read": len(answers) * options.prompt + words,
-    }  # fmt: skip
+        "questions": len(answers),
+        "right": right,
+        "accuracy": right / len(answers),
+        "outcomes": "".join("01"[a.right] for a in answers),
+        "words": words,
+        "words_right": [a.words_right for a in answers],
+        "reads": _by_distance([a.reads for a in answers], options),
+        "tokens_read": len(answers) * options.prompt + words,
+    }
     if options.teacher:
         return result | {"word_accuracy": sum(a.matches for a in answers) / words}
     endings = [a.ending for a in answers]
     return result | {
-        "final": sum(a.final for a in answers), "endings": {name: endings.count(name) for name in ("ended", "looped", "cut")},
+        "final": sum(a.final for a in answers),
+        "endings": {name: endings.count(name) for name in ("ended", "looped", "cut")},
         **({"told": _by_distance([a.told for a in answers], options)} if options.tell else {}),
         **({"held": sum(held) / len(held)} if held else {}),
         **({"pass_at": list(_pass_at(result["outcomes"], options.samples))} if options.samples > 1 else {}),
-    }  # fmt: skip
+    }
 
 
 def _by_distance(judgements: Sequence[Sequence[Judgement]], options: TraceOptions) -> list[dict[str, int]]:
