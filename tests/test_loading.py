@@ -108,7 +108,9 @@ def test_a_file_that_is_not_whole_is_refused(folder, damage):
         ("[" * 100_000, "not JSON"),
         ('{"model_type": "nonsense"}', "transformers can't read it .*`nonsense`"),
         ("{}", "transformers can't read it"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number from 1 to"),
+        ({"max_position_embeddings": 10**30}, f"max_position_embeddings is {10**30}, expected a whole number from 1 to"),
+        ({"text_config": 5}, "the config of its text model is 5, expected a JSON object"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1, expected"),
         ({"hidden_size": "64"}, "hidden_size is '64', expected a whole number"),
@@ -124,6 +126,13 @@ def test_a_broken_config_is_refused(folder, text, says, tmp_path, capsys):
         read_config(folder)
     code, _, err = bench(capsys, "run", "quickstart", "--model", folder, "--results", tmp_path / "results")
     assert (code, err) == (2, f"bench: {caught.value}\n")
+
+
+def test_a_broken_generation_config_is_refused(folder):
+    """transformers would go on without it, and answers would end elsewhere."""
+    (folder / "generation_config.json").write_bytes('{"a": "\u00e9"}'.encode("cp1252"))
+    with pytest.raises(UserError, match="^damaged/generation_config.json: not JSON .*byte 0xe9 in position 7"):
+        read_config(folder)
 
 
 @pytest.mark.parametrize("changes", [{"num_attention_heads": 3}, {"rms_norm_eps": "small"}, {"hidden_act": "nothing"}], ids=str)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.errors import LARGEST_INTEGER, UserError
 
 _COUNTS = (
     "hidden_size",
@@ -34,14 +34,9 @@ def read_config(directory: Path) -> PreTrainedConfig:
     """
     file = directory if directory.is_file() else directory / "config.json"
     name = f"{file.parent.name}/{file.name}"
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{name}: can't be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{name}: expected a JSON object, not {type(value).__name__}")
+    value = _json_object(file)
+    if (generation := file.with_name("generation_config.json")).exists():
+        _json_object(generation)  # transformers would go on without one that it can't read
     for part in (value, value.get("text_config")):
         if isinstance(part, dict):
             _check_counts(part, name)
@@ -54,7 +49,28 @@ def read_config(directory: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many kinds
         raise UserError(f"{name}: transformers can't read it ({first_cause(error)})") from error
+    text: Any = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):
+        raise UserError(f"{name}: the config of its text model is {str(text)[:60]}, expected a JSON object")
     return config
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a file.
+
+    Raises:
+        UserError: it can't be read, or holds something else.
+    """
+    name = f"{file.parent.name}/{file.name}"
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{name}: can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{name}: expected a JSON object, not {type(value).__name__}")
+    return value
 
 
 def first_cause(error: BaseException) -> str:
@@ -76,8 +92,8 @@ def _refuse_quantised(part: dict[str, Any], name: str) -> None:
 
 
 def _check_counts(part: dict[str, Any], name: str) -> None:
-    """Refuse sizes that are not positive whole numbers. Lists with a value per layer are left to transformers."""
+    """Refuse sizes that are no positive whole numbers of 64 bits. Lists with a value per layer are left to transformers."""
     for key in _COUNTS:
         value = part.get(key)
-        if isinstance(value, (str, bool, float)) or (isinstance(value, int) and value < 1):
-            raise UserError(f"{name}: {key} is {value!r}, expected a whole number of at least 1")
+        if isinstance(value, (str, bool, float)) or (isinstance(value, int) and not 1 <= value <= LARGEST_INTEGER):
+            raise UserError(f"{name}: {key} is {value!r}, expected a whole number from 1 to {LARGEST_INTEGER:,}")
