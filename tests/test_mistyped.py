@@ -7,14 +7,18 @@ import re
 
 import numpy as np
 import pytest
+import yaml
 from conftest import bench
 
 import kvbench
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.engine.model import adopt
 from kvbench.harness.lm_eval import arguments
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.generation import checked
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.run.speeds import Rates, Speeds
+from kvbench.harness.suite import find, load
 from kvbench.harness.suite.axes import evict_from, kv_from, size_in_bytes
 from kvbench.lab.pretrain import config as pretraining
 from kvbench.lab.pretrain.text import pieces
@@ -144,6 +148,42 @@ def test_settings_of_generated_answers(setting, value, says):
 def test_settings_of_generated_answers_are_what_they_mean():
     given = {"until": "a", "max_gen_toks": "5", "do_sample": "no", "top_p": None, "num_beams": 1}
     assert checked(given, "mine") == {"until": ["a"], "max_gen_toks": 5, "do_sample": False, "num_beams": 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("seed", [1, True], "seed.1: expected a number, not true"),
+        ("resources", {"gpus": False}, "gpus: expected a number, not false"),
+        ("task", {"tokens": 40000, "until": {"interval": True}}, "until.interval: expected a number, not true"),
+        ("task", {"tokens": 40000, "until": {"interval": math.inf}}, "until: Input should be a finite number, not inf"),
+        ("task", {"tokens": 40000, "until": {}}, "'until.interval' is missing"),
+        ("task", {"tokens": 300, "streams": 151}, "streams 151 are too many for 300 tokens: each needs at least 2"),
+    ],
+    ids=str,
+)
+def test_values_inside_a_suite(key, value, says, tmp_path):
+    value = {"name": "perplexity", **value} if key == "task" else value
+    file = tmp_path / "mine.yaml"
+    suite = {
+        "suite": "mine",
+        "version": 1,
+        "model": {"id": "builtin:sink_2"},
+        "task": {"name": "perplexity"},
+        "policies": ["dense"],
+    }
+    file.write_text(yaml.safe_dump(suite | {key: value}))
+    with pytest.raises(UserError, match=rf"mine\.yaml:\d+: {re.escape(says)}$"):
+        load(file)
+
+
+def test_a_cache_that_does_not_fit_is_not_tried_for_an_estimate(monkeypatch):
+    cell = next(cell for cell in load(find("quickstart"))[1] if cell.name == "dense")
+    speeds = Speeds(adopt(tiny_model("llama")))
+    monkeypatch.setattr(Speeds, "_adds", lambda *_: Rates(0.0, 0.0))
+    monkeypatch.setattr(Speeds, "_block", lambda *_: 0.0)
+    assert speeds.rates(cell, 1, 1000) == Rates(0.0, 0.0)
+    assert speeds.rates(cell, 1, 10**15) is None
 
 
 @pytest.mark.parametrize("number", [True, False, 1.0, -1, 10**20, "1"], ids=repr)

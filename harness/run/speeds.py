@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from kvbench.harness.core.contestants import Contestant
-from kvbench.harness.core.device import wait_for
+from kvbench.harness.core.device import free_bytes, wait_for
 from kvbench.harness.core.evict import at_once
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
@@ -38,6 +38,7 @@ _MOST_SHORT_TOKENS = 128  # of each stream
 _ROOM_TOKENS = 1024  # that short reads may take after the fill
 _MOST_STREAMS = {"cpu": 32, "cuda": 4}
 _MOST_CACHE_BYTES = 2**28
+_COPIES = 3  # of a cache that must fit: under the policy, under full attention, and while one is extended
 _CHECK_TOKENS, _MOST_CHECK_SECONDS = 700, 5.0  # of the check before a cell, as measured on SmolLM2
 _DENSE = CacheConfig(Dense(), None)
 
@@ -86,7 +87,7 @@ class Speeds:
         return self._model.training_length
 
     def rates(self, cell: Cell, streams: int, length: int) -> Rates | None:
-        """Rates of a cell with streams of `length` tokens; None for what keeps no cache of ours."""
+        """Rates of a cell with streams of `length` tokens; None for what keeps no cache of ours, or one that would not fit."""
         if not cell.policy.caches or isinstance(cell.policy, Contestant):
             return None
         if cell.evict == "prompt":  # which is read under full attention
@@ -94,6 +95,8 @@ class Speeds:
         else:
             config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict, cell.kv)
         held = length if config.capacity is None else min(length, config.capacity)
+        if _COPIES * self._model.kv_bytes(max(1, held)) > free_bytes(self._model.device):
+            return None
         try:
             added = self._adds(config, streams, held)
         except Exception:  # a policy that can't serve this model; the run will say why

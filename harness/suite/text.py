@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,23 +119,37 @@ def validated(kind: type[M], value: Any, source: Source, location: Location) -> 
         if first["type"] == "extra_forbidden":
             raise source.error((*location, *place), f"unknown key '{name}'{did_you_mean(name, kind.model_fields)}") from None
         if first["type"] == "missing":
-            raise source.error(location, f"'{name}' is missing") from None
+            raise source.error((*location, *place), f"'{'.'.join(map(str, first['loc']))}' is missing") from None
         if first["type"] == "value_error" and not first["loc"]:  # a model's own message, about several keys
             raise source.error(location, first["msg"].removeprefix("Value error, ")) from None
         got = repr(first["input"])
         raise source.error((*location, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
-    for key, given in value.items() if isinstance(value, dict) else ():
-        if isinstance(given, bool) and not isinstance(getattr(part, key, given), bool):
-            raise source.error((*location, key), f"{key}: expected a number, not {str(given).lower()}")
+    for place, given in _booleans_as_numbers(value, part):
+        raise source.error((*location, *place), f"{'.'.join(map(str, place))}: expected a number, not {str(given).lower()}")
     return part
+
+
+def _booleans_as_numbers(value: Any, read: Any) -> Iterator[tuple[Location, bool]]:
+    """Yield (location, value) of every boolean that was read as a number. read: what came of the value."""
+    if isinstance(value, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
+        yield (), value
+    for key, part in _parts(value):
+        try:
+            inside = getattr(read, str(key)) if isinstance(read, BaseModel) else read[key]
+        except (LookupError, TypeError, AttributeError):  # it was read as something of another form
+            continue
+        yield from (((key, *place), given) for place, given in _booleans_as_numbers(part, inside))
+
+
+def _parts(value: Any) -> Iterable[tuple[str | int, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
 
 
 def _integers(value: Any) -> Iterator[tuple[Location, int]]:
     """Yield (location, value) of every integer in nested lists and mappings."""
     if isinstance(value, int):
         yield (), value
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in parts:
+    for key, part in _parts(value):
         yield from (((key, *place), number) for place, number in _integers(part))
 
 

@@ -32,7 +32,7 @@ _MAX_GENERATED_TOKENS = 2**24  # generated in memory
 class Until(BaseModel):
     """When to stop reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     interval: float = Field(
         gt=0, description="half the width of the 95 % interval of the difference to the reference, nats per token"
@@ -79,6 +79,12 @@ class PerplexityOptions(Options):
     def _has_streams_side_by_side(self) -> Self:
         if self.side_by_side is not None and self.streams is None:
             raise ValueError("side_by_side says how many of the streams are read at once: give streams, too")
+        return self
+
+    @model_validator(mode="after")
+    def _has_streams_of_two_tokens(self) -> Self:
+        if self.tokens // (self.streams or 1) < 2:
+            raise ValueError(f"streams {self.streams:,} are too many for {self.tokens:,} tokens: each needs at least 2")
         return self
 
     @model_validator(mode="after")
