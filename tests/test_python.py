@@ -97,4 +97,4 @@ class Mine(Policy):
 print(record.status, record.error.message)
 """
     printed = main_module(code, tmp_path)
-    assert printed.startswith("failed this task runs in another process, which can't import Mine: ")
+    assert printed.startswith("failed it is measured in another process, which can't import Mine: ")
