@@ -45,7 +45,7 @@ def test_padding_changes_nothing(monkeypatch, padded):
     """Keys are padded here or by the caller, whose padding may hold any finite number."""
     monkeypatch.setattr(flex, "_DEVICES", {"cpu"})
     query, keys, values = drawn(2, 2, 2, 128, 16), drawn(2, 2, 205, 16, seed=1), drawn(2, 2, 205, 16, seed=2)
-    expected = banded._plain(query, keys, values, banded._band(128, 77, 60, keys.device), None, None, TERMS)
+    expected = banded._with_all_scores(query, keys, values, banded._band(128, 77, 60, keys.device), None, None, TERMS)
     padding = 51 if padded else 0
     if padded:
         keys, values = (torch.cat([x, torch.full((2, 2, padding, 16), 1e3)], 2) for x in (keys, values))

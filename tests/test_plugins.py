@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import bench
 
-from kvbench.harness.core import plugins
+from kvbench.harness.core import plugins, user_files
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.config import read_config
 
@@ -204,3 +204,16 @@ def test_check_says_why_a_plug_in_can_not_be_used_and_which_is_ignored(package, 
     code, _, err = bench(capsys, "policy", "check", "h2o", "--capacity", 8)
     assert code == 0
     assert err.startswith("bench: the plug-in theirs:Bare is ignored: 'h2o' is a built-in policy")
+
+
+@pytest.mark.fast
+def test_other_processes_get_only_files_that_could_be_executed(tmp_path):
+    """A file with a mistake is not sent to later children, which would all fail on it."""
+    for name, text in (("typo.py", "x = ("), ("right.py", "x = 1")):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SyntaxError):
+        user_files.user_module(str(tmp_path / "typo.py"))
+    user_files.user_module(str(tmp_path / "right.py"))
+    names = {file.name for file in user_files.loaded_files()}
+    assert str(tmp_path / "right.py") in names
+    assert str(tmp_path / "typo.py") not in names

@@ -54,8 +54,10 @@ def user_module(name: str) -> ModuleType:
         return sys.modules[module]
     if not path.exists():
         raise UserError(f"{name}: no such file")
-    _loaded[name] = UserFile(name, module, str(path), path.read_bytes())
-    return _execute(_loaded[name])
+    file = UserFile(name, module, str(path), path.read_bytes())
+    executed = _execute(file)
+    _loaded[name] = file  # other processes get only files that could be executed
+    return executed
 
 
 def loaded_files() -> list[UserFile]:

@@ -89,7 +89,7 @@ class CpuWalkKernel:
     @classmethod
     def from_slots(
         cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False
-    ) -> Self | None:
+    ) -> Self | None:  # fmt: skip
         """The kernel for some layers; None if there is none. Its loop over tokens needs no graphs."""
         kernel = cls.built(slots, mode, limit).function
         if kernel is None:
@@ -108,18 +108,9 @@ class CpuWalkKernel:
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
-        self,
-        slots: Slots,
-        rows: Rows,
-        layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scaling: float,
-        ordered: bool,
-        tokens_before: int,
-        written: FirstValues | None = None,
-    ) -> Tensor:
+        self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
+        ordered: bool, tokens_before: int, written: FirstValues | None = None,
+    ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`.
 
         Raises:
@@ -137,39 +128,14 @@ class CpuWalkKernel:
         first, out = first_values(rows, written, tokens), torch.empty(tokens, size, group, dims)
         arrays = (
             query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
-            by_pair[:, count:].permute(0, 1, 3, 2).contiguous(),
-            values.reshape(size, tokens, dims).float().contiguous(),
-            *stores,
-            first,
-            heads_of(rows),
-            prompts_of(rows),
-            self._cosine,
-            self._sine,
-            out,
-        )
+            by_pair[:, count:].permute(0, 1, 3, 2).contiguous(), values.reshape(size, tokens, dims).float().contiguous(),
+            *stores, first, heads_of(rows), prompts_of(rows), self._cosine, self._sine, out,
+        )  # fmt: skip
         failed = self._kernel(
-            *(x.data_ptr() for x in arrays),
-            first.stride(0),
-            first.stride(1),
-            size,
-            group,
-            tokens,
-            pairs,
-            slots.num_slots,
-            dims,
-            count,
-            tokens_before,
-            slots.most or 0,
-            slots.every,
-            slots.shape.sliding_window or 0,
-            layer,
-            slots.num_layers,
-            heads,
-            mixed_seed(slots.seed),
-            self._rotated_by,
-            self._angles,
-            torch.get_num_threads(),
-        )
+            *(x.data_ptr() for x in arrays), first.stride(0), first.stride(1), size, group, tokens, pairs, slots.num_slots, dims,
+            count, tokens_before, slots.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
+            slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
+        )  # fmt: skip
         if failed:
             raise MemoryError("no scratch memory for the compiled walk")
         candidates.survive(rows, stores.position[:, :kept].contiguous())

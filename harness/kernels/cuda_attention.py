@@ -66,14 +66,9 @@ def sizes(shape: LayerShape, dtype: torch.dtype) -> dict[str, int]:
     pairs, value_side = (max(_SMALLEST_SIDE, next_power(x)) for x in (shape.key_dim // 2, shape.value_dim))
     block = min(64, max(_SMALLEST_SIDE, _MAX_TILE_BYTES // (max(2 * pairs, value_side) * dtype.itemsize)))
     return {
-        "G": shape.group,
-        "M": _PROGRAM_QUERIES,
-        "D": shape.key_dim,
-        "P": pairs,
-        "E": shape.value_dim,
-        "WIDE": value_side,
+        "G": shape.group, "M": _PROGRAM_QUERIES, "D": shape.key_dim, "P": pairs, "E": shape.value_dim, "WIDE": value_side,
         "BLOCK": block,
-    }
+    }  # fmt: skip
 
 
 def next_power(x: int) -> int:
@@ -97,18 +92,9 @@ class AttentionKernels:
         return ceil(attended / part), part
 
     def launcher(
-        self,
-        slots: Slots,
-        rows: Rows,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        mass: Tensor | None,
-        out: Tensor,
-        clock: Tensor | None = None,
-        written: Tensor | None = None,
-    ) -> Callable[[], None]:
+        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None,
+        out: Tensor, clock: Tensor | None = None, written: Tensor | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
         """Return a function that launches both kernels for one token of each row.
 
         Args:
@@ -129,47 +115,18 @@ class AttentionKernels:
         scores = most if mass is None else mass
         words = rows.keys.view({2: torch.int32, 4: torch.int64}[rows.keys.dtype.itemsize])
         attending = (
-            query,
-            key,
-            value,
-            rope.order,
-            rows.keys,
-            words,
-            rows.values,
-            rows.rank,
-            rows.position,
-            arrays_of(rows),
-            rows.free if written is None else written,
-            rows.free,
-            rows.free if clock is None else clock,
-            *rope.tables,
-            parted,
-            most,
-            total,
-            scores,
-            rows.base,
-            slots.num_slots,
-            attended,
-            part,
-            self._limit,
-            slots.capacity or 0,
-            tokens,
-            scaling,
-            *((0, 0) if written is None else written.stride()[:2]),
-        )
+            query, key, value, rope.order, rows.keys, words, rows.values, rows.rank, rows.position,
+            arrays_of(rows), rows.free if written is None else written, rows.free, rows.free if clock is None else clock,
+            *rope.tables, parted, most, total, scores, rows.base, slots.num_slots, attended, part, self._limit,
+            slots.capacity or 0, tokens, scaling, *((0, 0) if written is None else written.stride()[:2]),
+        )  # fmt: skip
         joining = (parted, most, total, scores, out, rows.free if clock is None else clock, attended, parts, tokens)
         chunks, options = ceil(group / _PROGRAM_QUERIES), {"ASKED": mass is not None, "PLACE": clock is not None}
         widths = () if written is None else widths_of(rows)
         attend = partial(
-            kernels().attend[(size, parts, chunks)],
-            *attending,
-            MODE=rope.mode,
-            LEVEL=rope.level,
-            WIDTHS=widths,
-            num_warps=WARPS[rows.keys.dtype],
-            **options,
-            **self._sizes,
-        )
+            kernels().attend[(size, parts, chunks)], *attending, MODE=rope.mode, LEVEL=rope.level, WIDTHS=widths,
+            num_warps=WARPS[rows.keys.dtype], **options, **self._sizes,
+        )  # fmt: skip
         join = self.joining(size, attended, *joining, **options)
 
         def launch() -> None:

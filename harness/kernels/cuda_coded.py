@@ -30,12 +30,9 @@ def serves(slots: Slots) -> bool:
 def constants(shape: LayerShape, codec: Codec) -> dict[str, int]:
     """Constants of the kernel. Blocks are those of float32, which codes become in registers: larger ones would spill them."""
     return sizes(shape, torch.float32) | {
-        "BITS": codec.bits,
-        "KEY_CHANNELS": min(codec.group, shape.key_dim),
-        "VALUE_CHANNELS": min(codec.group, shape.value_dim),
-        "SINKS": codec.sinks,
-        "RECENT": codec.recent,
-    }
+        "BITS": codec.bits, "KEY_CHANNELS": min(codec.group, shape.key_dim), "VALUE_CHANNELS": min(codec.group, shape.value_dim),
+        "SINKS": codec.sinks, "RECENT": codec.recent,
+    }  # fmt: skip
 
 
 class CodedAttentionKernels(AttentionKernels):
@@ -47,18 +44,9 @@ class CodedAttentionKernels(AttentionKernels):
         self._codec, self._sizes = slots.codec, constants(slots.shape, slots.codec)
 
     def launcher(
-        self,
-        slots: Slots,
-        rows: Rows,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        mass: Tensor | None,
-        out: Tensor,
-        clock: Tensor | None = None,
-        written: Tensor | None = None,
-    ) -> Callable[[], None]:
+        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None,
+        out: Tensor, clock: Tensor | None = None, written: Tensor | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
         """Return a function that launches both kernels for one token of each row, which has been entered."""
         assert clock is None, "a coded cache is not walked by kernels"
         from kvbench.harness.kernels.triton_coded import attend_coded
@@ -73,33 +61,10 @@ class CodedAttentionKernels(AttentionKernels):
         key_codes = key_codes.view(torch.int16) if self._codec.bits == 8 else key_codes
         grid = (size, parts, ceil(group / self._sizes["M"]))
         attend = partial(
-            attend_coded[grid],
-            query,
-            key,
-            value,
-            rope.order,
-            key_codes,
-            *others,
-            rows.rank,
-            rows.position,
-            rows.free,
-            *rope.tables,
-            parted,
-            most,
-            total,
-            scores,
-            rows.base,
-            slots.num_slots,
-            attended,
-            part,
-            self._limit,
-            scaling,
-            MODE=rope.mode,
-            LEVEL=rope.level,
-            ASKED=mass is not None,
-            num_warps=WARPS[slots.dtype],
-            **self._sizes,
-        )
+            attend_coded[grid], query, key, value, rope.order, key_codes, *others, rows.rank, rows.position, rows.free,
+            *rope.tables, parted, most, total, scores, rows.base, slots.num_slots, attended, part, self._limit, scaling,
+            MODE=rope.mode, LEVEL=rope.level, ASKED=mass is not None, num_warps=WARPS[slots.dtype], **self._sizes,
+        )  # fmt: skip
         joining = (parted, most, total, scores, out, rows.free, attended, parts, 1)
         join = self.joining(size, attended, *joining, ASKED=mass is not None, PLACE=False)
 

@@ -72,18 +72,10 @@ def run(
         for name, value, most in (("threads", threads, 4096), ("block", block, 10**9), ("workers", workers, 4096))
     )
     request = RunRequest(
-        str(suite),
-        None if model is None else str(model),
-        None if data is None else str(data),
-        tuple(_yaml(entry) for entry in entries),
-        tuple(f"{name}={_json(value)}" for name, value in settings.items()),
-        device,
-        dtype,
-        threads,
-        ray,
-        workers,
-        (tasks,) if isinstance(tasks, str) else tuple(tasks),
-    )
+        str(suite), None if model is None else str(model), None if data is None else str(data),
+        tuple(_yaml(entry) for entry in entries), tuple(f"{name}={_json(value)}" for name, value in settings.items()),
+        device, dtype, threads, ray, workers, (tasks,) if isinstance(tasks, str) else tuple(tasks),
+    )  # fmt: skip
     folder = Path(results).expanduser()
     keep = None if trace is None else KeepSteps.from_option(str(trace))
     return Records(request.measure(folder, request.cells(folder), fresh, block, walk, progress=progress, keep=keep))

@@ -209,14 +209,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
             fewshot_as_multiturn=bool(options.chat_template),
         )
     results = _numbers(output["results"][name])
-    metrics = list(output["samples"][name][0]["metrics"])
-    length = str(options.max_seq_length)  # RULER names its metrics after the prompt length
-    metric, _, filter_name = (options.metric or (length if length in metrics else metrics[0])).partition(",")
-    chosen = filter_name or output["samples"][name][0]["filter"]
-    filtered = sorted((s for s in output["samples"][name] if s["filter"] == chosen), key=lambda s: s["doc_id"])
-    if metric not in metrics or not filtered:
-        known = dict.fromkeys(f"{m},{s['filter']}" for s in output["samples"][name] for m in metrics)
-        raise MeasurementError(f"{name} has no metric {options.metric or metric}; it has {', '.join(known)}")
+    metric, chosen, filtered = _scored_samples(options, name, output["samples"][name])
     samples = [_sample(sample, metric) for sample in filtered]
     if task.config.repeats > 1:
         samples = [s | _of_answers(v) for s, v in zip(samples, _every_score(task, filtered, metric, chosen), strict=True)]
@@ -240,6 +233,23 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
             "state_bytes": reader.state_bytes,
         }
     )
+
+
+def _scored_samples(options: LmEvalOptions, name: str, samples: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return the metric, the filter, and the samples that passed the filter, in the order of the documents.
+
+    Raises:
+        MeasurementError: the task has no such metric.
+    """
+    metrics = list(samples[0]["metrics"])
+    length = str(options.max_seq_length)  # RULER names its metrics after the prompt length
+    metric, _, filter_name = (options.metric or (length if length in metrics else metrics[0])).partition(",")
+    chosen = filter_name or samples[0]["filter"]
+    filtered = sorted((s for s in samples if s["filter"] == chosen), key=lambda s: s["doc_id"])
+    if metric not in metrics or not filtered:
+        known = dict.fromkeys(f"{m},{s['filter']}" for s in samples for m in metrics)
+        raise MeasurementError(f"{name} has no metric {options.metric or metric}; it has {', '.join(known)}")
+    return metric, chosen, filtered
 
 
 def _chosen_before_the_cut(task: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
