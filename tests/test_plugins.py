@@ -217,3 +217,4 @@ def test_other_processes_get_only_files_that_could_be_executed(tmp_path):
     names = {file.name for file in user_files.loaded_files()}
     assert str(tmp_path / "right.py") in names
     assert str(tmp_path / "typo.py") not in names
+    user_files.receive([user_files.UserFile("broken.py", "kv_bench_broken", "broken.py", b"1 / 0")])  # no cell here needs it

@@ -69,7 +69,10 @@ def receive(files: Iterable[UserFile]) -> None:
     """Load the files of the process that started the run, under the names that they have there."""
     for file in files:
         if file.module not in sys.modules:
-            _execute(file)
+            try:
+                _execute(file)
+            except Exception:  # a cell that needs this file reads it again, and says what is wrong
+                continue
         _received[file.name] = file
 
 
