@@ -24,7 +24,7 @@ class UserFile:
         name: of the file, as the user gave it.
         module: name of its module, which pickled classes refer to.
         path: absolute path.
-        content: when it was loaded.
+        content: bytes of the file when it was loaded.
     """
 
     name: str
@@ -61,7 +61,7 @@ def user_module(name: str) -> ModuleType:
 
 
 def loaded_files() -> list[UserFile]:
-    """Return the files that this process has loaded."""
+    """Return the files that this process has loaded, of each name the last."""
     return list(_loaded.values())
 
 

@@ -103,8 +103,8 @@ def band(dtype: torch.dtype, tokens: int, merged: bool) -> Errors:
     query = drawn(1, heads, group, tokens, DIM, dtype=dtype)
     keys, values = (drawn(1, heads, before + tokens, DIM, dtype=dtype, seed=seed) for seed in (1, 2))
     seen = banded._band(tokens, before, window, DEVICE)
-    plain = banded._plain(query.to(dtype), keys.to(dtype), values.to(dtype), seen, None, None, terms)
-    exact = banded._plain(query, keys, values, seen, None, None, terms)
+    plain = banded._with_all_scores(query.to(dtype), keys.to(dtype), values.to(dtype), seen, None, None, terms)
+    exact = banded._with_all_scores(query, keys, values, seen, None, None, terms)
     if not merged:
         out, _ = flex.flex(query.to(dtype), keys.to(dtype), values.to(dtype), 0, window, terms)
         return errors(out, plain, exact, ROUNDING[dtype])
