@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
 from kvbench.harness.core.codec import QUANTIZED_CACHE
 from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.markdown import table
 from kvbench.harness.report.pairing import mean_of, paired
 from kvbench.harness.report.ranks import holm
@@ -18,6 +18,7 @@ from kvbench.harness.report.ranks import holm
 RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
 BUDGET = 256  # tokens per KV head in the tables of SmolLM2
 _CONTROL = "random, with sinks and recent tokens"
+_IN_README = {"dense", "sink_window", "random", "h2o", "snapkv", "tova", "keydiff", "expected_attention"}
 _NAMES = {"dense": "dense (keeps everything)", "random": _CONTROL}
 
 
@@ -72,52 +73,77 @@ def name(policy: str) -> str:
 
 
 def megabytes(record: Record) -> str:
-    """Return the allocated bytes of K and V of one stream, in MB."""
+    """Return the bytes of K and V that one stream holds at its end, in MB."""
     metrics = record.measured(NllMetrics)
     assert metrics is not None
-    return f"{metrics.kv_bytes / (record.data.streams or 1) / 1e6:.1f}"
+    assert metrics.kv_held_bytes is not None
+    streams = record.data.tokens / (metrics.stream_tokens or record.data.tokens)
+    return f"{metrics.kv_held_bytes / streams / 1e6:.0f}"
 
 
 def smollm2() -> str:
-    """Return the README's table: perplexity lost by SmolLM2 at one budget, evicting at every step and once after a prompt."""
-    columns = [
-        perplexities("smollm2-step", "step", BUDGET, "cache"),
-        perplexities("smollm2-prompt", "prompt", BUDGET, "stream"),
-    ]
-    both = columns[0].keys() & columns[1].keys()
-    policies = sorted(both, key=lambda p: _mean_loss(p, columns))
+    """Return the README's table: policies that cut a prompt once, with perplexity lost, facts recalled, bytes and times."""
+    column = perplexities("smollm2-prompt", "prompt", BUDGET, "stream")
+    tied = {policy for policy, (_, p) in _against_control(column).items() if p >= 0.05}
+    recalled, times = _recalled(), _step_times()
+    head = ["policy, 256 tokens per head", "perplexity lost, %", "facts recalled, %, question seen/unseen", "MB of K and V"]
     rows = [
-        [name(policy), *(_cell(column, policy, lambda r, c: percent(loss(r, c["dense"]))) for column in columns)]
-        for policy in policies
+        [name(p), _lost(p, column).replace(" %", "") + " =" * (p in tied), recalled.get(p, "–"), megabytes(column[p])]
+        + ([times.get(p, "–")] if times else [])
+        for p in _best_first(column, (p for p in column if p in _IN_README))
     ]
-    return _markdown(["policy, 256 tokens per head", "evicting at every step", "evicting once, after 1,024 tokens"], rows, "lrr")
+    return _markdown([*head, *(["ms per token"] if times else [])], rows, "lrrrr"[: len(rows[0])])
 
 
-def _mean_loss(policy: str, columns: Sequence[dict[str, Record]]) -> float:
-    """Return a policy's mean loss over the columns that have the policy; dense comes first."""
-    if policy == "dense":
-        return -math.inf
-    losses = [loss(column[policy], column["dense"]).mean for column in columns if policy in column]
-    return sum(losses) / len(losses)
+def _recalled() -> dict[str, str]:
+    """Return the percentage of right answers over all kinds of facts, the question seen and unseen, by policy."""
+    answers: dict[str, dict[str, list[QuestionMetrics]]] = {}
+    for record in measured("smollm2-questions"):
+        if metrics := record.measured(QuestionMetrics):
+            kinds = answers.setdefault(record.cell.policy, {"seen": [], "unseen": []})
+            kinds[str(record.cell.options.get("question") or "seen")].append(metrics)
+    return {policy: "/".join(_share(kind) for kind in kinds.values()) for policy, kinds in answers.items()}
 
 
-def _cell(column: dict[str, Record], policy: str, write: Callable[[Record, dict[str, Record]], str]) -> str:
+def _share(answers: Sequence[QuestionMetrics]) -> str:
+    return f"{100 * sum(m.right or 0 for m in answers) / sum(m.questions for m in answers):.0f}"
+
+
+def _step_times() -> dict[str, str]:
+    """Return milliseconds of a decode step after 1,024 tokens, by policy; empty if not measured."""
+    if not (RESULTS / "smollm2_latency.jsonl").exists():
+        return {}
+    steps = ((r, r.measured(StepMetrics)) for r in measured("smollm2-latency") if r.cell.options["tokens"] == 1024)
+    return {record.cell.policy: f"{metrics.step_ms:.0f}" for record, metrics in steps if metrics}
+
+
+def _lost(policy: str, column: dict[str, Record]) -> str:
+    """Return perplexity lost to dense; empty if the policy was not measured."""
     if policy not in column:
         return ""
-    return "0" if policy == "dense" else write(column[policy], column)
+    return "0" if policy == "dense" else percent(loss(column[policy], column["dense"]))
+
+
+def _best_first(column: dict[str, Record], policies: Iterable[str]) -> list[str]:
+    """Return policies by their loss to dense."""
+    return sorted(policies, key=lambda p: loss(column[p], column["dense"]).mean if p != "dense" else -math.inf)
 
 
 def against_control(suite: str, evict: str, positions: str, capacity: int = BUDGET) -> str:
     """Return perplexity lost to the control, a row per policy, with p after Holm's correction over the rows."""
-    column = perplexities(suite, evict, capacity, positions)
-    control = column.pop("random")
-    differences = {policy: loss(record, control) for policy, record in column.items()}
-    corrected = dict(zip(differences, holm([d.p or 0.0 for d in differences.values()]), strict=True))
+    differences = _against_control(perplexities(suite, evict, capacity, positions))
     rows = [
-        [name(policy), percent(differences[policy]), "<0.001" if corrected[policy] < 0.001 else f"{corrected[policy]:.3f}"]
-        for policy in sorted(differences, key=lambda p: differences[p].mean)
+        [name(policy), percent(difference), "<0.001" if p < 0.001 else f"{p:.3f}"]
+        for policy, (difference, p) in sorted(differences.items(), key=lambda item: item[1][0].mean)
     ]
     return _markdown(["policy", "perplexity against the control", "p, corrected"], rows, "lrr")
+
+
+def _against_control(column: dict[str, Record]) -> dict[str, tuple[Interval, float]]:
+    """Return each policy's difference to the control, and p after Holm's correction over the column."""
+    differences = {policy: loss(record, column["random"]) for policy, record in column.items() if policy != "random"}
+    corrected = holm([difference.p or 0.0 for difference in differences.values()])
+    return {policy: (difference, p) for (policy, difference), p in zip(differences.items(), corrected, strict=True)}
 
 
 def formats() -> str:
@@ -140,10 +166,8 @@ def budgets() -> str:
     """Return perplexity lost to dense at every budget of the control, evicting at every step; empty where not measured."""
     capacities = sorted({r.cell.capacity for r in measured("smollm2-step") if r.cell.policy == "random" and r.cell.capacity})
     columns = {capacity: perplexities("smollm2-step", "step", capacity, "cache") for capacity in capacities}
-    policies = sorted((p for p in columns[BUDGET] if p != "dense"), key=lambda p: _mean_loss(p, [columns[BUDGET]]))
-    rows = [
-        [name(p), *(_cell(column, p, lambda r, c: percent(loss(r, c["dense"]))) for column in columns.values())] for p in policies
-    ]
+    policies = _best_first(columns[BUDGET], (p for p in columns[BUDGET] if p != "dense"))
+    rows = [[name(p), *(_lost(p, column) for column in columns.values())] for p in policies]
     return _markdown(["policy", *(f"{c} tokens" for c in columns)], rows, "l" + "r" * len(columns))
 
 
