@@ -178,17 +178,25 @@ def long_stream() -> str:
     return _markdown(["policy", "positions of kept tokens", "perplexity"], rows, "llr")
 
 
-def questions(task: str) -> str:
-    """Return the share of right answers of SmolLM2 to one kind of fact, seen or unseen at the cut."""
-    records = [r for r in measured("smollm2-questions") if r.cell.options["tasks"] == f"kvbench_facts_{task}"]
-    shares: dict[str, dict[str, str]] = {}
-    for record in records:
-        metrics = record.measured(QuestionMetrics)
-        assert metrics is not None
-        right = f"{100 * (metrics.accuracy or 0):.0f} %"
-        shares.setdefault(record.cell.policy, {})[str(record.cell.options.get("question") or "seen")] = right
-    rows = [[name(policy), by.get("seen", ""), by.get("unseen", "")] for policy, by in shares.items()]
-    return _markdown(["policy, 160 tokens per head", "question seen at the cut", "question unseen"], rows, "lrr")
+_FACTS = {
+    "popular": "repeated (`popular`)",
+    "needle": "told once (`needle`)",
+    "distracted": "told once beside a repeated one (`distracted`)",
+}
+
+
+def facts() -> str:
+    """Return the percentage of right answers of SmolLM2 to each kind of fact, the question seen and unseen at the cut."""
+    answers: dict[str, dict[str, dict[str, str]]] = {}
+    for record in measured("smollm2-questions"):
+        if metrics := record.measured(QuestionMetrics):
+            kind = str(record.cell.options["tasks"]).removeprefix("kvbench_facts_")
+            question = str(record.cell.options.get("question") or "seen")
+            answers.setdefault(record.cell.policy, {}).setdefault(kind, {"seen": "–", "unseen": "–"})[question] = _share(
+                [metrics]
+            )
+    rows = [[name(policy), *(" / ".join(of.get(kind, {}).values()) for kind in _FACTS)] for policy, of in answers.items()]
+    return _markdown(["right answers, %: question seen / unseen", *_FACTS.values()], rows, "lrrr")
 
 
 def formats_on_books() -> str:
