@@ -88,6 +88,15 @@ def test_a_remembered_digest_of_weights_that_changed_is_not_used(hub, remembered
     assert weights_digest(hub.directory) == first
 
 
+def test_the_generation_config_is_part_of_the_digest(hub, remembered):
+    config = hub.directory / "generation_config.json"
+    digests = [weights_digest(hub.directory)]
+    for end in (1, 2):
+        config.write_text(json.dumps({"eos_token_id": end}))
+        digests.append(weights_digest(hub.directory))
+    assert len(set(digests)) == 3
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"a": 1}'])
 def test_a_damaged_file_of_digests_is_made_anew(hub, remembered, text):
     first = weights_digest(hub.directory)

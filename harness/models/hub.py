@@ -198,8 +198,15 @@ def _from_hub(model: str, download: Callable[[Any], str]) -> Path:
 
 
 def weights_digest(directory: Path) -> str:
-    """sha256 over config and weights; of a converted GGUF file, that of the file."""
+    """sha256 over configs and weights; of a converted GGUF file, that of the file.
+
+    The generation config is among them: it names tokens that end an answer.
+    """
     if origin := gguf_origin(directory):
         return str(origin["sha256"])
-    files = [directory] if directory.is_file() else [directory / "config.json", *_weights(directory, True)]
+    if directory.is_file():
+        files = [directory]
+    else:
+        generation = directory / "generation_config.json"
+        files = [directory / "config.json", *([generation] if generation.exists() else []), *_weights(directory, True)]
     return hashlib.sha256("".join(map(file_digest, files)).encode()).hexdigest()
