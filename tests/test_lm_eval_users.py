@@ -63,8 +63,18 @@ BASE = ("lm-eval", "--model_args", "pretrained=builtin:sink_2", "--tasks", "kvbe
         (("--limit", "2", "--apply_chat_template"), "chat_template"),
         (("--limit", "0"), "did not find any docs"),
         (("--limit", "2", "--log_samples"), "--output_path"),
+        (("--limit", "2", "--num_fewshot", "-1"), "num_fewshot: expected 0 or more, not -1"),
+        (("--limit", "-3"), "limit: expected 0 or more, not -3"),
+        (("--limit", "2", "--output_path", f"{__file__}/out"), "out can't be made (Not a directory)"),
     ],
-    ids=["a chat template that a base model lacks", "no questions", "samples without a path"],
+    ids=[
+        "a chat template that a base model lacks",
+        "no questions",
+        "samples without a path",
+        "fewer examples than none",
+        "fewer questions than none",
+        "results in a file's folder",
+    ],
 )
 def test_what_lm_eval_and_transformers_refuse_is_one_line(options, says, capsys, monkeypatch):
     manager = catalogue.TaskManager(include_path=str(catalogue.GENERATED), include_defaults=False)

@@ -6,6 +6,8 @@ import sys
 
 import click
 
+from kvbench.harness.core.errors import UserError
+
 
 @click.command(
     "lm-eval",
@@ -33,7 +35,8 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
     from kvbench.harness.lm_eval import catalogue
 
     catalogue.register()
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
 
     command = list(arguments)
     if command[0] not in ("run", "ls", "validate"):
@@ -46,8 +49,14 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
         command += ["--include_path", str(catalogue.GENERATED)]
     catalogue.keep_requests_apart(command)
     sys.argv = ["bench lm-eval", *command]
+    setup_logging()
+    parser = HarnessCLI()
+    parsed = parser.parse_args()
     try:
-        cli_evaluate()
+        catalogue.refuse_settings(vars(parsed))
+        parser.execute(parsed)
+    except UserError:
+        raise
     except Exception as error:
         explained = catalogue.unreachable(error) or catalogue.unknown(error) or catalogue.refused(error, "lm-eval")
         if explained is None:

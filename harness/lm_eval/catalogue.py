@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import random
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cache, partialmethod
 from pathlib import Path
@@ -64,6 +65,32 @@ def keep_requests_apart(command: Sequence[str]) -> None:
             if (path := Path(word.partition("=")[2] or word)).is_file():
                 parts.append(hashlib.sha256(path.read_bytes()).hexdigest())
     cache.PATH = str(Path(cache.PATH) / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16])
+
+
+def refuse_settings(options: Mapping[str, Any]) -> None:
+    """Refuse options of lm-eval's command, and settings of its `--config`, that it would take without a word.
+
+    Raises:
+        UserError: a count is negative, or results can't be written where `output_path` says.
+    """
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    config = options.get("config")
+    settings = EvaluatorConfig.load_yaml_config(config) if config else {}
+    settings |= {name: value for name, value in options.items() if value is not None}
+    for name in ("num_fewshot", "limit"):
+        value = settings.get(name)
+        if isinstance(value, int | float) and value < 0:
+            raise UserError(f"{name}: expected 0 or more, not {value:g}")
+    if output := settings.get("output_path"):
+        path = Path(output)
+        folder = path.parent if path.suffix == ".json" else path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_path: {folder} can't be made ({error.strerror})") from None
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"output_path: {folder} can't be written to")
 
 
 class _OtherThreads(io.TextIOBase):
