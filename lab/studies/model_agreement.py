@@ -27,7 +27,7 @@ class Pair(NamedTuple):
         second: the same kind of task under the other.
         policies: number of policies that both have.
         tau: Kendall's; nan if one of both does not order them.
-        p: chance that scores given by lot agree as much, not corrected.
+        p: chance that random scores agree as much, not corrected.
     """
 
     first: Ours

@@ -173,7 +173,7 @@ def orders(count: int) -> NDArray[np.int64]:
 
 
 def permutation_test(a: Values, b: Values) -> tuple[float, float]:
-    """Kendall's tau of two lists of scores, and the chance that scores given by lot agree as much. a, b: [P].
+    """Kendall's tau of two lists of scores, and the chance that random scores agree as much. a, b: [P].
 
     Tau is nan, and the chance 1, where one of both has no order.
     """

@@ -30,14 +30,14 @@ _QUESTIONS = ("unseen", "seen")  # by the policy, when the cache is cut
 _TITLE = """# Does a small model rank policies as a large one does?
 """
 _ABOUT = """
-Our built-in models have about a million parameters. For each of our tasks this page measures how alike it orders the policies
-that a [published table](https://github.com/kv-bench/kv-bench/blob/main/docs/data/published.yaml) has, too: 1 is the same
-order, 0 none in common, -1 the reverse. Not shown is not refuted: few policies have been published by several, under the same
-parameters.
+Our built-in models have about a million parameters. For each task, Kendall's tau compares their order of policies with the order
+in [published tables](https://github.com/kv-bench/kv-bench/blob/main/docs/data/published.yaml) of large models: 1 is the same
+order, 0 no agreement, -1 the reverse. *Not shown* does not mean *refuted*: few policies have been published by several sources
+with equal parameters.
 
 A table counts for a task if both have three policies in common and our scores differ by more than the choice of questions
-explains (Friedman's test, 5 %). Tau is the mean over the tables of a paper, then over papers, with 95 % intervals (bootstrap);
-p is the chance that scores given by lot agree as much, after Holm's correction over this page.
+explains (Friedman's test, 5 %). Tau is the mean over the tables of a paper, then over papers, with 95 % bootstrap intervals;
+p is the chance that random scores agree as much, corrected by Holm's procedure over this page.
 
 """
 _MATCHING = "A record stands for a published rule only if every parameter is the same."
@@ -103,7 +103,7 @@ class Comparison:
         ours: the task.
         tables: with `FEWEST` policies in common or more, whether they count or not.
         agreement: with those that count; None if none does.
-        raw_p: chance that scores given by lot agree as much.
+        raw_p: chance that random scores agree as much.
         p: corrected for the number of comparisons on the page.
     """
 
@@ -235,10 +235,10 @@ def _verdict(found: Mapping[str, Sequence[Comparison]]) -> str:
     """State the result in a sentence, and how much is behind it."""
     counting = [(question, one) for question, tasks in found.items() for one in tasks if one.agreement]
     sure = [f"{one.ours.model}'s `{one.ours.task}`, question {question}" for question, one in counting if one.p < LEVEL]
-    told = "Not shown: no task of ours orders" if not sure else f"Shown for {'; '.join(sure)}, and no other task: it orders"
-    result = f"**{told} policies as published tables do, beyond what scores given by lot would.**"
+    told = "Not shown: no task of ours ranks" if not sure else f"Shown for {'; '.join(sure)}, and no other task: it ranks"
+    result = f"**{told} policies more like published tables than random scores do.**"
     numbers = "; ".join(f"with the question {question}, {_numbers(tasks)}" for question, tasks in found.items())
-    return f"{result}\n{len(counting)} comparisons, Holm's correction, {100 * LEVEL:.0f} %: {numbers}."
+    return f"{result}\n{len(counting)} comparisons at the level of {100 * LEVEL:.0f} % (Holm): {numbers}."
 
 
 def _numbers(tasks: Sequence[Comparison]) -> str:

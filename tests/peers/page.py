@@ -17,7 +17,7 @@ def render(data: Facts) -> str:
         [row for row in rows if row["key"] != "kvpress/none" and bool(differing(row)) is differs] for differs in (False, True)
     )
     repositories = dict.fromkeys(f"{row['repository']} {row['commit'].split()[0]}" for row in same)
-    lines = ["Not one kept position differs from:", ""]
+    lines = ["No kept position differs from:", ""]
     for repository in repositories:
         names = [name(row) for row in same if f"{row['repository']} {row['commit'].split()[0]}" == repository]
         lines.append(f"- `{repository}`: {'; '.join(names)}")

@@ -124,7 +124,7 @@ ROWS: tuple[Row, ...] = (
         min_capacity=17,
         ratios=(0.375, 0.5),
         may_differ=0.01,
-        why="ours keeps a token beside the window, and gives a half to the lower layer; kvpress rounds it to an even number",
+        why="ours keeps at least one token beside the window, and rounds halves toward the lower layer; kvpress rounds them to even numbers",
     ),
     press(
         "tova",
@@ -190,7 +190,7 @@ ROWS: tuple[Row, ...] = (
         "the same with Expected Attention's score",
         min_capacity=10,
         may_differ=0.1,
-        why="scores that underflow to 0 in float32 tie, and kvpress' first half is drawn among them in any order",
+        why="scores that underflow to 0 in float32 tie, and kvpress breaks these ties in any order",
     ),
     press(
         "adakv of snapkv",
@@ -246,7 +246,7 @@ ROWS: tuple[Row, ...] = (
         SNAPKV,
         "window 32, maximum pooling over 7, a selection for every query head: G times the memory",
         may_differ=1,
-        why="ours keeps one set a KV head",
+        why="ours keeps one set of tokens per KV head",
         min_capacity=33,
     ),
     Row(
@@ -273,7 +273,7 @@ ROWS: tuple[Row, ...] = (
         "SnapKV's scores; budgets fall linearly over the layers beside a window of 8, the step cut to an integer",
         min_capacity=9,
         may_differ=0.04,
-        why="their cut step keeps more tokens than the capacity; ours gives them back",
+        why="their truncated step keeps more tokens than the capacity; ours does not",
     ),
     Row(
         "AdaKV",
@@ -284,7 +284,7 @@ ROWS: tuple[Row, ...] = (
         min_capacity=33,
         pool="layer",
         may_differ=0.02,
-        why="they round each head by itself, ours so that the layer's total is that of the capacity",
+        why="they round the budget of each head alone; ours rounds so that a layer's total equals the capacity",
     ),
     Row(
         "H2O",
@@ -324,7 +324,7 @@ ROWS: tuple[Row, ...] = (
         D2O,
         "H2O's sums with four sinks, a selection for every query head; merging and layer shares left out",
         may_differ=1,
-        why="H2O has no sinks, and ours keeps one set a KV head",
+        why="H2O has no sinks, and ours keeps one set of tokens per KV head",
         min_capacity=10,
     ),
 )
