@@ -99,7 +99,8 @@ def test_questions_have_tables_of_their_own():
 
 def test_the_winner_and_its_price():
     assert sentences(measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.1)) == [
-        "hNo is best of N (N % confidence). It loses N % of perplexity [N, N] to dense and holds N/N of dense's bytes."
+        "hNo is the best of N policies (N % confidence). "
+        "It has a perplexity N % [N, N] above that of dense and holds N/N of dense's bytes."
     ]
 
 
@@ -115,8 +116,8 @@ def test_equal_policies_are_not_told_apart():
     """Also where one has the lower figure."""
     sinks = [measured("sink_window", 2.0, 8, {"sinks": n, "window": 8 - n}) for n in (1, 2)]
     assert sentences(*sinks, measured("random", 3.0)) == [
-        "sink_window (sinks N) has the lowest perplexity of N; its lead over sink_window (sinks N) is within the noise. "
-        "It gains N % of perplexity [N, N] on random."
+        "sink_window (sinks N) has the lowest perplexity of N policies; its lead over sink_window (sinks N) is within the noise. "
+        "It has a perplexity N % [N, N] below that of random."
     ]
 
 
@@ -131,17 +132,17 @@ def test_without_intervals_nothing_is_claimed():
         *(measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))),
     ]
     assert sentences(*short)[:1] == [
-        "hNo has the lowest perplexity, but the text is too short to tell it from the others. It can't be told from dense "
-        "(N % of perplexity, too short for an interval) and holds N/N of dense's bytes."
+        "hNo has the lowest perplexity, but the text is too short to rank policies. It differs from dense by "
+        "N % of perplexity (no interval) and holds N/N of dense's bytes."
     ]
-    assert sentences(*short[:2])[0].startswith("hNo is the only policy measured. It can't be told from dense")
+    assert sentences(*short[:2])[0].startswith("hNo is the only policy measured. It differs from dense by")
 
 
 def test_right_answers_decide_where_there_is_no_perplexity():
     half = "10" * 100
     assert sentences(answered("dense", "1" * 200, None), answered("h2o", half), answered("window", "0" * 200)) == [
-        "hNo is best of N (N % confidence). It answers N % [N, N] right, "
-        "loses N points of right answers [N, N] to dense and holds N/N of dense's bytes."
+        "hNo is the best of N policies (N % confidence). It answers N % [N, N] right, "
+        "is N points [N, N] behind dense and holds N/N of dense's bytes."
     ]
     assert "is within the noise" in sentences(answered("h2o", half), answered("window", half[::-1]))[0]
 

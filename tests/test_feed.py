@@ -152,7 +152,7 @@ def test_a_sentence_says_that_a_difference_may_be_chance():
     assert "is within the noise" in said
     assert "is within the noise of recompute_window (" in said
     sure = feeds.feed([noisy("window", 8, 2.5, 1), *records[1:]])["questions"][0]["budgets"][0]
-    assert "is best of 2 (95 % confidence)" in sure["answer"]
+    assert "is the best of 2 policies (95 % confidence)" in sure["answer"]
     assert [row["rank"] for row in sure["rows"]] == [[1, 1], [2, 2]]
 
 
@@ -171,7 +171,7 @@ def test_too_few_streams_are_named_and_have_no_interval():
     jsonschema.validate(made, SCHEMA)
     (question,) = made["questions"]
     (budget,) = question["budgets"]
-    assert "there are too few streams to tell it from the others" in budget["answer"]
+    assert "there are too few streams to rank policies" in budget["answer"]
     assert "answers 50 % right (too few streams for an interval: 4 of 20)" in budget["answer"]
     for row in budget["rows"]:
         assert (row["rank"], row["loss"]["low"], row["answers"][0]["high"]) == (None, None, None)

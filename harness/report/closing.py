@@ -174,9 +174,9 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     }
     shown = _shown(columns)
     longer = _longer_text(scored)
-    notes = [f"Long enough for an interval: {longer}."] if longer else []
+    notes = [f"For intervals, read a longer text: {longer}."] if longer else []
     if "–" in columns["perplexity"]:
-        notes.append("–: read past the training length, so its perplexity depends on where reading stopped.")
+        notes.append("–: no mean perplexity, because the text is longer than those of the model's training.")
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     parts = [subject, f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
@@ -321,7 +321,7 @@ def _failures(records: Sequence[Record]) -> list[str]:
     lines = []
     for (policy, reason), failed in reasons.items():
         cells = f"{len(failed)} cells" if len(failed) > 1 else _task(failed[0])
-        lines.append(visible(f"failed, {cells} of {policy}: {reason}"))
+        lines.append(visible(f"{policy} failed ({cells}): {reason}"))
     return lines
 
 
@@ -336,7 +336,7 @@ def _flags(records: Sequence[Record]) -> list[str]:
     for (task, _), flagged in kinds.items():
         names = list(dict.fromkeys(without_folder(record.cell.policy) for record, _ in flagged))
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        lines.append(visible(f"flagged, {task} of {', '.join(names[:_MAX_NAMES])}{more}: {flagged[0][1]}"))
+        lines.append(visible(f"{', '.join(names[:_MAX_NAMES])}{more} flagged ({task}): {flagged[0][1]}"))
     return lines
 
 

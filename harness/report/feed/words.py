@@ -142,22 +142,22 @@ def _value(row: dict[str, Any], measure: str) -> float | None:
 
 def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
     """Name the policies that may be best."""
-    best, leads = rows[0], "has the lowest perplexity" if measure == "perplexity" else "answers most correctly"
+    best, leads = rows[0], "has the lowest perplexity" if measure == "perplexity" else "has the most right answers"
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
     if best["rank"] is None:
         short = "the text is too short" if measure == "perplexity" else "there are too few streams"
-        return f"{best['name']} {leads}, but {short} to tell it from the others."
+        return f"{best['name']} {leads}, but {short} to rank policies."
     rivals = [row["name"] for row in rows[1:] if row["rank"] is None or row["rank"][0] == 1]
     if not rivals:
-        return f"{best['name']} is best of {len(rows)} (95 % confidence)."
-    some = ", ".join(rivals[:_MAX_NAMES]) if len(rivals) <= _MAX_NAMES else f"{len(rivals)} others"
-    return f"{best['name']} {leads} of {len(rows)}; its lead over {some} is within the noise."
+        return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
+    some = " and ".join(rivals) if len(rivals) <= _MAX_NAMES else f"{len(rivals)} of them"
+    return f"{best['name']} {leads} of {len(rows)} policies; its lead over {some} is within the noise."
 
 
 def _price(row: dict[str, Any], measure: str) -> str:
-    """Describe the row's loss, bytes and time."""
-    lost = [*_lost(row["loss"], measure), *_lost(row["loss_to_dense"], measure)]
+    """Describe the row's loss, bytes and time. The loss is that to dense, if dense was measured."""
+    lost = _lost(row["loss_to_dense"] or row["loss"], measure)
     parts = [*_answered(row, measure), *lost, *_held(row["kv_share"]), *_taken(row)]
     if not parts:
         return ""
@@ -176,25 +176,32 @@ def _answered(row: dict[str, Any], measure: str) -> list[str]:
 
 
 def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
-    """Describe the row's loss to a reference, unless their difference may be chance."""
+    """Compare the row with a reference: its perplexity, which is better if lower, or its right answers."""
     if loss is None:
         return []
-    value, low, high = loss["value"], loss["low"], loss["high"]
-    unit = " % of perplexity" if measure == "perplexity" else " points of right answers"
-    to = f"{loss['to_name']}{_of_tokens(loss)}"
+    is_text = measure == "perplexity"
+    value, low, high = (loss[end] for end in (("value", "low", "high") if is_text else ("value", "high", "low")))
+    unit, to = " % of perplexity" if is_text else " points", f"{loss['to_name']}{_of_tokens(loss)}"
     if low is None or high is None:
-        short = "too short" if measure == "perplexity" else "too few streams"
-        return [f"can't be told from {to} ({signed(value)}{unit}, {short} for an interval)"]
-    if low <= 0 <= high:
-        return [f"is within the noise of {to} ({signed(value)}{unit} [{signed(low)}, {signed(high)}])"]
+        return [f"differs from {to} by {_change(value, is_text)}{unit} (no interval)"]
+    if low * high <= 0:
+        ends = f"[{_change(low, is_text)}, {_change(high, is_text)}]"
+        return [f"is within the noise of {to} ({_change(value, is_text)}{unit} {ends})"]
     near, far = sorted((abs(low), abs(high)))
-    verb = "loses" if value > 0 else "gains"
-    return [f"{verb} {_short(abs(value))}{unit} [{_short(near)}, {_short(far)}] {'to' if value > 0 else 'on'} {to}"]
+    size_ = f"{_short(abs(value))}{' %' if is_text else ' points'} [{_short(near)}, {_short(far)}]"
+    if is_text:
+        return [f"has a perplexity {size_} {'above' if value > 0 else 'below'} that of {to}"]
+    return [f"is {size_} {'behind' if value > 0 else 'ahead of'} {to}"]
+
+
+def _change(loss: float, is_text: bool) -> str:
+    """Return the change of the figure with its sign: perplexity rises by a loss, right answers fall."""
+    return signed(loss if is_text else -loss)
 
 
 def _of_tokens(loss: dict[str, Any]) -> str:
     """The tokens that a loss is over, if they are not those of the table."""
-    return f" on one token in {loss['stride']}" if loss["stride"] > 1 else ""
+    return f" (on one token in {loss['stride']})" if loss["stride"] > 1 else ""
 
 
 def loss_text(loss: dict[str, Any]) -> str:
@@ -225,4 +232,4 @@ def _taken(row: dict[str, Any]) -> list[str]:
         return []
     median, low, high = row["times_dense"]
     interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    return [f"takes {median:.2f}{interval} of its time a token"]
+    return [f"takes {median:.2f}{interval} of dense's time per token"]
