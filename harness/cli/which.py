@@ -67,7 +67,7 @@ class _Minutes(click.FloatRange):
 @click.option(
     "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Your text, .txt or .parquet. Default: built-in prose."
 )
-@click.option("--minutes", type=_Minutes(min=0.1), default=30.0, show_default=True, help="That the command may take.")
+@click.option("--minutes", type=_Minutes(min=0.1), default=30.0, show_default=True, help="Minutes that the command may take.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
 @click.option(
     "--dtype",
@@ -78,8 +78,8 @@ class _Minutes(click.FloatRange):
 )
 @click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's.")
 @results_option
-@click.option("--fresh", is_flag=True, help="Choose and measure again what is finished.")
-@click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes; measure nothing.")
+@click.option("--fresh", is_flag=True, help="Choose the cells again, and measure finished cells again.")
+@click.option("--dry-run", is_flag=True, help="List the cells with estimates of time; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def which(
     model: str,
@@ -96,8 +96,8 @@ def which(
 ) -> None:
     """Find the policy for a model at a budget.
 
-    MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment; then cells are measured as bench run does,
-    the most telling first, until the time is over, and compared. Records and the suite are kept: the same command goes on.
+    MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment. Then cells are measured as by bench run, the
+    most informative first, until the time is over. Records and the suite are kept, so that the same command continues.
 
     \b
     bench which builtin:recall --budget 96 --minutes 3
@@ -144,7 +144,7 @@ def _choose(suite: Path, wish: Wish, estimator: Estimator, until: float) -> None
     """Write the suite, and say what it leaves out."""
     from kvbench.harness.run.which import suite_for
 
-    click.echo(f"trying policies on {wish.model}, to see what fits into {wish.minutes:g} min", err=True)
+    click.echo(f"trying policies on {wish.model}, to choose what fits into {wish.minutes:g} min", err=True)
     content, notes = suite_for(wish, estimator, until - time.monotonic())
     suite.parent.mkdir(parents=True, exist_ok=True)
     suite.write_text(content, encoding="utf-8")
@@ -157,7 +157,7 @@ def _describe(cells: Sequence[Cell], estimator: Estimator, as_json: bool) -> Non
     rows = estimator.estimates(cells)
     print_rows([{"task": row.cell.task.name} | row.cells() for row in rows], as_json)
     seconds = estimator.load_seconds + sum(row.seconds or 0.0 for row in rows)
-    click.echo(f"{about(seconds)} in all; what the time does not allow is left out, from the end", err=True)
+    click.echo(f"{about(seconds)} in all; the last cells are left out if the time is too short", err=True)
 
 
 def _show(records: Sequence[Record], wish: Wish, results: str, as_json: bool) -> None:

@@ -19,7 +19,7 @@ _MAX_NAMES = 3  # in a sentence
 _BEST = " *"  # behind a figure that no other beats at 95 % confidence
 _LEGEND = {  # by what the head of a column contains
     "text": "text: perplexity lost to dense; a token is evicted at every step, and kept tokens are renumbered.",
-    "after a prompt": "after a prompt: the same for text after a prompt that was cut once; kept tokens keep their positions.",
+    "after a prompt": "after a prompt: perplexity lost after a prompt that was cut once; kept tokens keep their positions.",
     "seen": "seen, unseen: right answers about a prompt that was cut once, after or before the policy saw the question.",
     "K/V": "K/V: share of dense's bytes.",
 }
@@ -79,13 +79,13 @@ def _certainty(records: Sequence[Record], counts: dict[str, int]) -> str:
     """
     fewest = min((r.cell.options["streams"] for r in records if "streams" in r.cell.options), default=MIN_BLOCKS)
     few = (
-        f" {fewest} stream{'s' * (fewest > 1)}: too short for an interval, which needs {MIN_BLOCKS}."
+        f" No intervals: there {'are' if fewest > 1 else 'is'} {fewest} stream{'s' * (fewest > 1)}, and {MIN_BLOCKS} are needed."
         if fewest < MIN_BLOCKS
         else ""
     )
     most = max(counts.values(), default=0)
     return few + "".join(
-        f" In {head}, only {count} of {most} policies were measured." for head, count in counts.items() if count < most
+        f" Column '{head}': only {count} of {most} policies were measured." for head, count in counts.items() if count < most
     )
 
 
@@ -119,12 +119,12 @@ def _sentence(leaders: dict[str, list[str]]) -> str:
     judged = {head: names for head, names in leaders.items() if names}
     everywhere = [name for name in next(iter(judged.values())) if all(name in names for names in judged.values())]
     if everywhere:
-        return f"no policy is better than {_names(everywhere)} at anything that was measured (95 % confidence)."
+        return f"choose {_names(everywhere)}: no policy has better quality (95 % confidence)."
     by_leaders: dict[str, list[str]] = {}
     for head, names in judged.items():
         by_leaders.setdefault(_names(sorted(names)), []).append(head)
     parts = [f"{' and '.join(heads)}: {names}" for names, heads in by_leaders.items()]
-    return f"no policy leads in everything. Leaders at 95 % confidence: {'; '.join(parts)}."
+    return f"no policy leads in every column. Leaders (95 % confidence): {'; '.join(parts)}."
 
 
 def _names(names: Sequence[str]) -> str:

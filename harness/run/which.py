@@ -151,7 +151,7 @@ class Deadline:
     @property
     def notes(self) -> list[str]:
         """Sentences on what was left out: tasks that dense can't do, and cells that did not fit into the time."""
-        late = f"{self._late} of {len(self._cells)} cells did not fit into the time: the same command goes on with them."
+        late = f"{self._late} of {len(self._cells)} cells did not fit into the time; the same command measures them."
         return [*self._hopeless, *([late] if self._late else [])]
 
     def _estimate(self) -> None:
@@ -171,7 +171,7 @@ class Deadline:
         if metrics is None or metrics.accuracy is None or metrics.accuracy >= FLOOR:
             return False
         name, share = cell.as_json()["task"].get("tasks", cell.task.name), 100 * metrics.accuracy
-        note = f"Dense answers {share:.0f} % of {name} right, so its answers say little about policies: left out."
+        note = f"{name} is left out: dense answers only {share:.0f} % of its questions right."
         self._hopeless[note] = None
         return True
 
@@ -225,8 +225,8 @@ def _stream_length(wish: Wish, trained: int | None) -> int:
     length = length if trained is None else min(length, trained)
     if length < wish.budget + _LEAST_EVICTED:
         raise UserError(
-            f"--budget {wish.budget}: {wish.model} was trained on {length:,} tokens, so such a cache has next to nothing to "
-            f"evict; give at most {length - _LEAST_EVICTED}"
+            f"--budget {wish.budget}: {wish.model} was trained on {length:,} tokens, so almost no token would be "
+            f"evicted; give at most {length - _LEAST_EVICTED}"
         )
     return length
 
@@ -261,6 +261,6 @@ def _questions(
         lengths = lm_eval.data(lm_eval.options(tasks=kind, limit=MIN_BLOCKS), lambda: tokenizer, None).lengths
         kinds += [kind] if min(lengths) >= least and (trained is None or max(lengths) <= trained) else []
     if not kinds:
-        return [], f"No questions are asked: ours have fewer than {least:,} tokens, or more than the model was trained on."
+        return [], f"No questions are asked: our prompts have fewer than {least:,} tokens, or more than the model was trained on."
     some = {"tasks": kinds, "question": ["seen", "unseen"], "limit": limit, "batch": 16}
     return [{"name": "lm_eval"} | some | {"evict": "prompt"}], ""

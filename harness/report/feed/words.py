@@ -151,7 +151,8 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
     rivals = [row["name"] for row in rows[1:] if row["rank"] is None or row["rank"][0] == 1]
     if not rivals:
         return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
-    some = " and ".join(rivals) if len(rivals) <= _MAX_NAMES else f"{len(rivals)} of them"
+    listed = " and ".join(part for part in (", ".join(rivals[:-1]), rivals[-1]) if part)
+    some = listed if len(rivals) <= _MAX_NAMES else f"{len(rivals)} of them"
     return f"{best['name']} {leads} of {len(rows)} policies; its lead over {some} is within the noise."
 
 
