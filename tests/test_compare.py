@@ -76,7 +76,7 @@ def test_answers_that_were_judged_by_other_rules_are_not_compared():
     new = changed(old, data={"task_version": "2.0"})
     assert only(differences(old, old), "accuracy").verdict == "same"
     found = only(differences(old, new), "accuracy")
-    assert (found.low, found.verdict, found.why) == (None, "can't tell", "answers were judged by other rules")
+    assert (found.low, found.verdict, found.why) == (None, "can't tell", "answers were judged by different rules")
     assert section_key(old) != section_key(new)
     assert shared_outcomes(Row([old]), Row([old])) is not None
     assert shared_outcomes(Row([old]), Row([new])) is None

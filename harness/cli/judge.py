@@ -32,9 +32,9 @@ _MIN_MERGED_ROWS = 4
 @click.argument("b", default=RESULTS, envvar=RESULTS_VARIABLE, type=FILLED)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 @click.option("--markdown", is_flag=True, help="Print as Markdown, for a comment on a pull request.")
-@click.option("--all", "every", is_flag=True, help="Show unchanged figures on a terminal, too; a pipe always gets them.")
+@click.option("--all", "every", is_flag=True, help="Also show unchanged figures on a terminal; a pipe always gets them.")
 def compare(a: str, b: str, as_json: bool, markdown: bool, every: bool) -> None:
-    """Judge the records B against A, metric by metric.
+    """Compare the records B with the records A, metric by metric.
 
     A and B are each a record's file, a folder of records, or a git revision. B defaults to BENCH_RESULTS or ./results. Records
     that read the same text are compared token by token, or question by question.
@@ -72,16 +72,16 @@ def compare(a: str, b: str, as_json: bool, markdown: bool, every: bool) -> None:
 @click.option("--keep", metavar="DIR", type=FILLED, help="Keep the records of the run in this folder.")
 @click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Where the baseline's model is now, if it was local.")
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Directory of the text, if the suite needs one.")
-@click.option("--allow-better", is_flag=True, help="Figures that are better than their bands pass.")
+@click.option("--allow-better", is_flag=True, help="Accept figures that are better than their limits.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 def check(
     folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, allow_better: bool, as_json: bool
 ) -> None:
     """Check records against a baseline: the regression gate.
 
-    It compares every figure of every record, every token's NLL, every answer and the bytes. Times are compared relative to
-    what was measured beside them, in both directions: too good is wrong, too. Exit code 0: as good as the baseline;
-    1: a regression, or better by more than the noise; 3: something can't be compared; 5: too little applies on this machine.
+    All figures, NLLs of tokens, answers and bytes are compared. Times are compared relative to the yardstick of the same run,
+    and a figure that is too good fails, too. Exit code 0: as good as the baseline; 1: a regression, or better than the noise
+    explains; 3: something can't be compared; 5: too few checks apply on this machine.
 
     \b
     bench check --baseline leaderboard/baselines/quickstart
@@ -159,14 +159,13 @@ def baseline() -> None:
     type=click.IntRange(1),
     help="How often to measure the latency cells, to learn their noise.",
 )
-@click.option("--why", required=True, help="Why a new baseline is right; kept in it.")
-@click.option("--who", help="Who decided that; kept in it. Default: git's user.name.")
+@click.option("--why", required=True, help="Reason for the new baseline, written to it.")
+@click.option("--who", help="Person who decided, written to it. Default: git's user.name.")
 def update(folder: str, suite: str, runs: int, why: str, who: str | None, **options: Any) -> None:
     """Measure a suite, and make FOLDER a baseline.
 
-    It contains the records and the noise of their latency.
-
-    FOLDER may be missing or empty. If it contains a baseline and nothing else, that is replaced.
+    The baseline contains the records and the noise of their latency. FOLDER may be missing or empty. A baseline in FOLDER is
+    replaced, if FOLDER contains nothing else.
     """
     from kvbench.harness.core import plugins
     from kvbench.harness.records.metrics import StepMetrics
@@ -201,10 +200,10 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     others = {r.cell_id for r in first if not r.cell.is_dense}
     failed, noisy = sum(r.status != "ok" for r in first), gate_times.too_noisy({k: v for k, v in learnt.items() if k in others})
     if failed:
-        click.echo(f"{failed} of them failed: bench check does not compare these cells", err=True)
+        click.echo(f"{failed} cells failed; bench check does not compare them", err=True)
     if noisy:
         click.echo(
-            f"{len(noisy)} of {len(others & set(learnt))} latency cells are too noisy here to notice a slowdown of 30 %", err=True
+            f"{len(noisy)} of {len(others & set(learnt))} latency cells are too noisy to detect a slowdown of 30 %", err=True
         )
 
 

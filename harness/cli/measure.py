@@ -68,7 +68,7 @@ def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--trace",
     metavar="kept[=STEPS]",
     type=FILLED,
-    help="Also write which positions are kept: at 16 steps and the last, at kept=128,256,end, or at each: kept=all.",
+    help="Also write the kept positions: at 16 steps and the last (kept), at some (kept=128,256,end), or at all (kept=all).",
 )
 @click.option(
     "--ray",
@@ -77,7 +77,7 @@ def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
     flag_value="local",
     help="Measure with workers on Ray: on this machine, or on the cluster at HOST:PORT (auto: the one of this machine).",
 )
-@click.option("--workers", type=click.IntRange(1, 4096), help="Number of workers on Ray. Default: as many as find room.")
+@click.option("--workers", type=click.IntRange(1, 4096), help="Number of workers on Ray. Default: as many as fit.")
 @results_option
 @click.option("--fresh", is_flag=True, help="Measure finished cells again.")
 @click.option("--dry-run", is_flag=True, help="List the cells with estimates of time and memory; measure nothing.")
@@ -98,7 +98,7 @@ def run(
     SUITE is a file, the name of a suite that comes with the project, or the cell id of a record.
 
     Cells that have a record are skipped. A run ends with a table, one row per policy. If stdout is piped, it gets one row per
-    cell, tab-separated or as JSON, and the table goes to stderr; if both go to one place, as with 2>&1, there is only the table.
+    cell, tab-separated or as JSON, and the table goes to stderr. With 2>&1, only the table is printed.
 
     \b
     bench run quickstart
@@ -139,7 +139,7 @@ def run(
 @click.command()
 @click.argument("model", type=FILLED)
 @click.option("--out", type=FILLED, required=True, help="File of the table, JSON.")
-@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True, help="Of the weights.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True, help="Type of the weights.")
 def probe(model: str, out: str, dtype: str) -> None:
     """Measure which heads of a model retrieve.
 

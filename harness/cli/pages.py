@@ -62,8 +62,8 @@ class _Pages:
 @click.option(
     "--site", metavar="URL", default="index.html", help="Where index.html is published, for links from the leaderboard."
 )
-@click.option("--figures", metavar="DIR", type=FILLED, help="Also draw each question's losses as a file of its own, for a paper.")
-@click.option("--format", "form", type=click.Choice(["pdf", "svg", "png"]), help="Of --figures. Default: pdf.")
+@click.option("--figures", metavar="DIR", type=FILLED, help="Also draw the losses of each question in its own file, for a paper.")
+@click.option("--format", "form", type=click.Choice(["pdf", "svg", "png"]), help="Format of --figures. Default: pdf.")
 def leaderboard(results: str, out: str | None, paper: str | None, site: str, figures: str | None, form: str | None) -> None:
     """Write the pages of a folder of records.
 

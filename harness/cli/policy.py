@@ -32,7 +32,7 @@ def policy() -> None:
     help="Check at this capacity; repeatable. Default: 16, 17, 64 and 256.",
 )
 def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> None:
-    """Check every rule of the interface on a policy, and show how fast text is read under it and why.
+    """Check a policy against every rule of the interface, and show the method that reads text under it.
 
     \b
     bench policy check h2o

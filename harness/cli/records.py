@@ -63,7 +63,7 @@ def verify(folder: str) -> None:
 @records.command()
 @click.argument("source", metavar="FROM", type=FILLED)
 @click.argument("target", metavar="TO", type=FILLED)
-@click.option("--arrays", is_flag=True, help="Also traces with a number per token, which are large.")
+@click.option("--arrays", is_flag=True, help="Also publish traces with a number per token, which are large.")
 def publish(source: str, target: str, arrays: bool) -> None:
     """Copy the records of FROM into the published folder TO, which has two files per suite.
 

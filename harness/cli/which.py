@@ -96,8 +96,8 @@ def which(
 ) -> None:
     """Find the policy for a model at a budget.
 
-    MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment. Then cells are measured as by bench run, the
-    most informative first, until the time is over. Records and the suite are kept, so that the same command continues.
+    MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment. Then cells are measured as by bench run,
+    the most informative first, until the time is over. Records and the suite are kept, so that the same command continues.
 
     \b
     bench which builtin:recall --budget 96 --minutes 3

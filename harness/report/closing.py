@@ -178,6 +178,8 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     if "–" in columns["perplexity"]:
         notes.append("–: no mean perplexity, because the text is longer than those of the model's training.")
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
+    if any(nll and row.nll and not math.isclose(nll, row.nll, rel_tol=1e-6) for nll, row in zip(nlls, policies, strict=True)):
+        notes.append("Perplexity in the table is over the tokens after the cache has filled.")
     parts = [subject, f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*_findings(records), *notes])

@@ -86,7 +86,7 @@ def _of_figure(a: Record, b: Record, name: str, mark: Compared | None) -> Differ
     if mark is None:
         if not change:
             return Difference(name, x, y, 0.0, 0.0, 0.0, "same")
-        return Difference(name, x, y, change, None, None, "can't tell", "its task doesn't say which way is better")
+        return Difference(name, x, y, change, None, None, "can't tell", "the task does not say whether more is better")
     low, high, why = (change, change, "") if not mark.sums else _by_sample(a, b, mark.sums)
     return Difference(name, x, y, change, low, high, judge_interval(low, high, mark.margin, mark.more_is_better), why)
 
@@ -142,7 +142,7 @@ def nll(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]
         return [Difference("nll", x, y, None, None, None, "can't tell", "different tokens, or a trend past the training length")]
     why = "" if difference.low is not None else "the text is too short for an interval"
     largest = largest_difference(traces) if a.cell_id == b.cell_id else None
-    why += f"{'; ' if why else ''}largest difference of a token {largest:.2g}" if largest is not None else ""
+    why += f"{'; ' if why else ''}largest difference of a token: {largest:.2g}" if largest is not None else ""
     verdict = judge_interval(difference.low, difference.high, MARGINS["nll"])
     return [Difference("nll", x, y, difference.mean, difference.low, difference.high, verdict, why)]
 
@@ -154,7 +154,7 @@ def accuracy(a: Record, b: Record) -> list[Difference]:
         return []
     x, y = ours.accuracy, theirs.accuracy
     if task_version(a) != task_version(b):
-        return [Difference("accuracy", x, y, y - x, None, None, "can't tell", "answers were judged by other rules")]
+        return [Difference("accuracy", x, y, y - x, None, None, "can't tell", "answers were judged by different rules")]
     same_questions = a.cell.options == b.cell.options and a.data.ids_sha256 == b.data.ids_sha256
     if same_questions and a.cell_id == b.cell_id and ours.outcomes == theirs.outcomes:
         return [Difference("accuracy", x, y, 0.0, 0.0, 0.0, "same", "the same answers are right")]
@@ -213,7 +213,7 @@ def step_time(a: Record, b: Record) -> list[Difference]:
         why = "round by round"
     else:
         (low_a, high_a), (low_b, high_b) = median_interval(ours.rounds_ms), median_interval(theirs.rounds_ms)
-        low, high, why = low_b / high_a - 1, high_b / low_a - 1, "two runs: the interval leaves out variation between runs"
+        low, high, why = low_b / high_a - 1, high_b / low_a - 1, "two runs; the interval does not include variation between runs"
     if not (math.isfinite(low) and math.isfinite(high)):
         return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", "too few rounds")]
     return [Difference("step_ms", x, y, y / x - 1, low, high, judge_interval(low, high, MARGINS["step_ms"]), why)]
@@ -296,10 +296,10 @@ def markdown(judged: Sequence[JudgedMetric], a: str, b: str) -> str:
     rows = [[md(value) for value in j.cells().values()] for j in judged]
     changed = [r for r, j in zip(rows, judged, strict=True) if j.difference.verdict != "same"]
     unchanged = [r for r, j in zip(rows, judged, strict=True) if j.difference.verdict == "same"]
-    lines = [f"### {md(b)} against {md(a)}: {summary(judged)}\n"]
+    lines = [f"### {md(b)} compared with {md(a)}: {summary(judged)}\n"]
     lines += table(head, changed, "llrrrrll") if changed else ["Nothing changed that matters.\n"]
     if unchanged:
-        lines += [f"<details><summary>{len(unchanged)} the same</summary>\n", *table(head, unchanged, "llrrrrll"), "</details>\n"]
+        lines += [f"<details><summary>{len(unchanged)} same</summary>\n", *table(head, unchanged, "llrrrrll"), "</details>\n"]
     return "\n".join(lines)
 
 

@@ -34,8 +34,8 @@ _TITLE = """
 """
 _ABOUT = """
 
-The suite `sizes` asks {models} models of {sizes} sizes, trained by one recipe, about prompts of which {policies} rules of kvpress'
-leaderboard keep a quarter to a half.
+The suite `sizes` asks {models} models of {sizes} sizes, trained by one recipe, about prompts of which {policies} rules of
+kvpress' leaderboard keep a quarter to a half.
 """
 _LEARNT = 0.75  # of the questions, answered by dense: of models below it an order says little about policies
 

@@ -124,7 +124,7 @@ ROWS: tuple[Row, ...] = (
         min_capacity=17,
         ratios=(0.375, 0.5),
         may_differ=0.01,
-        why="ours keeps at least one token beside the window, and rounds halves toward the lower layer; kvpress rounds them to even numbers",
+        why="ours keeps a token beside the window and rounds halves toward the lower layer; kvpress rounds to even numbers",
     ),
     press(
         "tova",
