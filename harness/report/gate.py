@@ -63,7 +63,7 @@ def check(base: Measured, now: Measured, bands: Mapping[str, Band], refused: str
         elif refused:
             results = iter([("status", "regression", f"the model is refused: {refused}")])
         else:
-            results = iter([("status", "could not compare", "this cell has no record: measure it")])
+            results = iter([("status", "could not compare", "the cell has no record: measure it")])
         name = cell_name(record, other or record)
         findings += [Finding(name, record.cell_id, *result) for result in results]
     return in_order(findings)
@@ -92,17 +92,16 @@ def exit_code(findings: Sequence[Finding], allow_better: bool = False) -> Exit:
 def verdict(findings: Sequence[Finding], allow_better: bool = False) -> str:
     """Summarise the findings and the number of checks in a line."""
     counts = Counter(f.state for f in findings)
-    compared = f"{len(findings) - counts['not compared']} of {len(findings)} checks compared"
+    parts = [f"{len(findings) - counts['not compared'] - counts['could not compare']} of {len(findings)} checks compared"]
+    parts += [f"{counts[state]} {words}" for state, words in _BAD.items() if counts[state]]
     left_out = Counter(f.check for f in findings if f.state == "not compared")
-    which = f"; not compared: {', '.join(f'{check} {count}' for check, count in left_out.items())}" if left_out else ""
-    bad = ", ".join(f"{counts[state]} {words}" for state, words in _BAD.items() if counts[state])
+    parts += [f"not applicable: {', '.join(f'{check} {count}' for check, count in left_out.items())}"] if left_out else []
     said = {
-        Exit.OK: "as good as the baseline" if not left_out else "nothing worse in what was compared",
+        Exit.OK: "as good as the baseline",
         Exit.NO: "REGRESSION" if counts["regression"] else "BETTER than the baseline: update it, or allow it (--allow-better)",
-        Exit.TOO_FEW_COMPARED: "too little was compared for a verdict",
-    }.get(exit_code(findings, allow_better), "could not be compared")
-    first, *rest = (compared + which, said) if left_out else (said, compared)
-    return ": ".join([first, *rest]) + (f"; {bad}" if bad else "")
+        Exit.TOO_FEW_COMPARED: "too few checks apply on this machine for a verdict",
+    }.get(exit_code(findings, allow_better), "incomplete")
+    return f"{said}: {'; '.join(parts)}"
 
 
 def remeasure(

@@ -149,7 +149,7 @@ def consistent(pair: Pair) -> Iterator[Result]:
     for whose, record, trace in zip(("the baseline's", "the new"), (pair.base, pair.now), pair.traces, strict=True):
         if record.trace is None:
             if record is pair.now and pair.base.trace is not None:
-                yield "trace", "could not compare", "the new record has no trace, the baseline's has one"
+                yield "trace", "could not compare", "the baseline's record has a trace, the new record has none"
             elif impossible := [*record.metrics.impossible()]:
                 yield "trace", "regression", _first(impossible, f"{whose} record: ")
             continue
@@ -172,11 +172,11 @@ def exactness(pair: Pair) -> Iterator[Result]:
     if off is None:
         yield "exactness", "could not compare", "a trace is missing, unreadable or of another length"
         return
-    says = f"the largest difference of a token is {off.max(initial=0.0):.3g} nats, {MAX_TOKEN_NATS:g} is allowed"
+    says = f"largest difference of a token: {off.max(initial=0.0):.3g} nats (allowed: {MAX_TOKEN_NATS:g})"
     moved, allowed = float((off > MAX_TOKEN_NATS).mean()) if off.size else 0.0, 0.0
     if pair.between_cpus and not pair.by_position:
         allowed = MAX_MOVED
-        says += f" on all but {allowed:.0%} of the tokens, as {pair.rounding_differs}; it is more on {moved:.1%}"
+        says += f"; {moved:.1%} of the tokens differ by more (allowed: {allowed:.0%}, because of {pair.rounding_differs})"
     if moved <= allowed:
         yield "exactness", "ok", says
     elif pair.rounding_differs and not pair.between_cpus:
@@ -203,7 +203,7 @@ def answers(pair: Pair) -> Iterator[Result]:
     if asked or len(answered) > allowed:
         yield "answers", "regression", _first([f"question {number}: {says}" for number, says in (asked or answered).items()])
     else:
-        but = f", but for {len(answered)} of {allowed} that rounding may change" if answered else ""
+        but = f", except {len(answered)}; rounding may change {allowed}" if answered else ""
         yield "answers", "ok", f"{len(base)} questions and their answers as in the baseline{but}"
 
 

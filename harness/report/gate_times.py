@@ -136,12 +136,12 @@ def _latency(pair: Pair, band: Band | None) -> Result:
     if elsewhere:
         return "latency", "not compared", elsewhere
     if band is None:
-        return "latency", "not compared", "the baseline has no noise band of this cell"
+        return "latency", "not compared", "the baseline has no noise band for this cell"
     measured = ratio(pair.now, pair.run)
     if measured is None:
-        return "latency", "could not compare", "its run has no yardstick (dense, or the model's forward pass)"
+        return "latency", "could not compare", "the run has no yardstick (dense, or the model's forward pass)"
     yardstick = "the model's forward pass" if pair.base.cell.is_dense else "dense's step"
-    says = f"{measured:.3g} of {yardstick}; baseline {band.ratio:.3g} [{band.low:.3g}, {band.high:.3g}] over {band.runs} runs"
+    says = f"{measured:.3g} times {yardstick}; baseline: {band.ratio:.3g} [{band.low:.3g}, {band.high:.3g}] in {band.runs} runs"
     return "latency", "regression" if measured > band.high else "better" if measured < band.low else "ok", says
 
 
@@ -187,7 +187,7 @@ def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | No
 
 def _slower(check: str, slowdown: float, allowed: tuple[float, float], unit: str) -> Result:
     low, high = allowed
-    says = f"takes {slowdown:.2g} times as many {unit} as in the baseline, {low:.2g} to {high:.2g} is allowed"
+    says = f"takes {slowdown:.2g} times as many {unit} as the baseline (allowed: {low:.2g} to {high:.2g})"
     return check, "regression" if slowdown > high else "better" if slowdown < low else "ok", says
 
 
@@ -200,7 +200,7 @@ def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:
         most, least = factor * before + more, (before - fewer) / factor
         if not least <= after <= most:
             limit = f"at least {least:,.0f}" if after < least else f"at most {most:,.0f}"
-            found["better" if after < least else "regression"].append(f"{name} {before:,} -> {after:,}, {limit} is expected")
+            found["better" if after < least else "regression"].append(f"{name} {before:,} -> {after:,} (allowed: {limit})")
     for state, says in found.items():
         if says:
             return "memory", state, "; ".join(says)
