@@ -191,7 +191,7 @@ class LateDice(Late):
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"), [(LateNan, "a NaN at token"), (LateInf, "+inf at token"), (LateDice, "two calls differ")]
+    ("kind", "word"), [(LateNan, "is NaN at token"), (LateInf, "+inf at token"), (LateDice, "two calls differ")]
 )
 def test_a_policy_that_breaks_a_rule_only_later_is_refused(kind, word):
     """They once ran without an error and were in effect a window."""

@@ -54,6 +54,6 @@ def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> 
         if finding.error is not None and debugging():
             traceback.print_exception(finding.error)
     if result.reading:
-        click.echo(f"reads {result.reading}")
+        click.echo(f"method: {result.reading}")
     if not all(f.ok for f in result.findings):
         sys.exit(Exit.NO)

@@ -14,8 +14,8 @@ from kvbench.harness.report.markdown import cache_bytes, digits, md, table
 _HEAD = """# Leaderboard
 
 Written by `bench leaderboard` from records; don't edit it. `index.html` has every question, budget and
-cell; `feed.json` has the same as data. [Published figures beside ours](paper.md). `bench show table CELL` prints the table of
-a cell's task. [Other projects](https://kv-bench.github.io/kv-bench/comparison/) says whose code keeps what its paper says.
+cell; `feed.json` has their data. [Published figures beside ours](paper.md). `bench show table CELL` prints the table of
+a cell's task. [Other projects](https://kv-bench.github.io/kv-bench/comparison/) compares policies with published code.
 """
 _PICTURE = "answer"  # its file
 _MOST_ROWS = 5  # of the table
@@ -59,7 +59,7 @@ def _default(question: dict[str, Any]) -> list[str | Chart]:
         *([picture] if picture else []),
         f"At {md(size(shown['capacity']))}:\n",
         *_table(question, shown),
-        _flagged(question, shown),
+        _flagged(question, shown).strip(),
         "",
     ]
 

@@ -205,7 +205,7 @@ def _finite(on: Case) -> str:
     for step, view in enumerate(cache_over_steps(on.policy, on.capacity, on.steps, on.device)):
         out = on.policy.importance(view)
         if out.isnan().any():
-            return f"there is a NaN {step} tokens after the cache is full"
+            return f"importance is NaN {step} tokens after the cache is full"
         if (out == torch.inf).all(-1).any():
             when = f"{step} tokens after the cache is full" if step else "as soon as the cache is full"
             return f"every slot is +inf {when}, so nothing may be evicted; protect at most {on.capacity} tokens"
@@ -221,7 +221,7 @@ def _later(on: Case) -> str:
         for moved in (later(view, tokens) for tokens in _LATER_TOKENS):
             out, when = on.policy.importance(moved), f"at token {int(moved.step.max()):,}"
             if out.isnan().any():
-                return f"there is a NaN {when}"
+                return f"importance is NaN {when}"
             if on.policy.evicts and (out == torch.inf).all(-1).any():
                 return f"every slot is +inf {when}, so nothing may be evicted"
             if not _equal(out, on.policy.importance(moved), 0):
@@ -256,13 +256,13 @@ def _equal(a: Tensor, b: Tensor, rounding: float = 1e-5) -> bool:
 
 
 FOUNDATIONS: tuple[Rule, ...] = (
-    ("importance is [B, H, S] float32, one number a slot", _shape),
-    ("views, states and attention are not changed", _pure),
-    ("the same view gives the same importance", _deterministic),
+    ("importance is float32 [B, H, S], one number per slot", _shape),
+    ("importance changes no view, state or attention", _pure),
+    ("equal views give equal importance", _deterministic),
 )
-_AT_CAPACITY: Rule = ("importance is right at the capacity asked for", _at_capacity)
+_AT_CAPACITY: Rule = ("importance can be computed at the given capacity", _at_capacity)
 OTHERS: tuple[Rule, ...] = (
     ("importance is never NaN, nor +inf for all of a full cache", _finite),
-    ("far into a stream the same holds", _later),
-    ("the declared scope holds", _scope),
+    ("importance is valid and repeatable far into a stream", _later),
+    ("importance keeps to the declared scope", _scope),
 )

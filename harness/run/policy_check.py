@@ -87,7 +87,7 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
     tried_at = ", ".join(map(str, refused))
     if refused and not bound:
         *_, last = refused.values()
-        return [], [RuleResult(_BINDS, f"it refuses every capacity tried ({tried_at}): {last}; --capacity names another")]
+        return [], [RuleResult(_BINDS, f"all capacities tried ({tried_at}) are refused: {last}; --capacity names another")]
     first = next(iter(refused.values()), "")
     return bound, [RuleResult(_BINDS, note=f"not applicable at {tried_at}: {first}")] if refused else []
 
@@ -201,7 +201,7 @@ def _several_at_once(on: Case) -> str:
         difference = (ours - theirs).abs().amax().item()
         if not difference <= 1e-3:
             return f"logits of a block of 5 tokens differ from those of the same tokens one by one, by {difference:.1g}"
-    return "" if blocks.kept() == one_by_one.kept() else "blocks of 5 tokens keep other tokens than the same one by one"
+    return "" if blocks.kept() == one_by_one.kept() else "a block of 5 tokens keeps other tokens than the same tokens one by one"
 
 
 def _equal_to_dense(on: Case) -> str:
@@ -236,11 +236,11 @@ def _band(on: Case) -> str:
 
 
 _IN_THE_LOOP: tuple[Rule, ...] = (
-    ("no more than `capacity` tokens are kept", _capacity),
-    ("after a prompt it keeps its budget, and then grows", _after_a_prompt),
-    (f"every {_EVERY}: a block equals the same tokens one by one", _several_at_once),
-    ("nothing evicted: equal to dense", _equal_to_dense),
-    ("the band it names, if any, is what it keeps", _band),
+    ("at most `capacity` tokens are kept", _capacity),
+    ("a prompt is cut to the budget; then the cache grows", _after_a_prompt),
+    (f"evicting every {_EVERY} tokens: a block equals the same tokens one by one", _several_at_once),
+    ("until a token is evicted, logits are those of dense", _equal_to_dense),
+    ("a declared band is what the policy keeps", _band),
 )
 
 
@@ -249,19 +249,19 @@ def _reading(on: Case) -> str:
     if holds_kv(on.policy) and not on.policy.caches:
         return "full attention from one reset to the next"
     if not on.policy.caches:
-        return "recomputes the window of every token: without a cache there is no faster way"
+        return "the window is recomputed for every token; there is no faster method without a cache"
     if on.policy.outcome:
-        return "cut once, at the end of a prompt; after it the cache grows, and blocks are read as under dense"
+        return "the prompt is cut once, at its end; then the cache grows, and blocks are read as under dense"
     if _no_table(on):
         return ""
     model, config = _tiny(), _config(on)
     check = fast_method(model, config)
-    speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s through a tiny model here"
+    speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s with a tiny model on this machine"
     if check.blocks != "walk":
         return f"{check.blocks}, {speed}"
     other = CacheConfig(H2O(), on.capacity)
     compiled = _tokens_per_second(model, other, fast_method(model, other).method)
-    return f"plain walk ({check.refused or check.plain_because}), {speed}; h2o's compiled walk makes {compiled:,.0f}"
+    return f"plain walk ({check.refused or check.plain_because}), {speed}; h2o's compiled walk reaches {compiled:,.0f}"
 
 
 def _tokens_per_second(model: Model, config: CacheConfig, method: Method) -> float:
