@@ -24,10 +24,10 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Slots
 from kvbench.harness.records import Record, digest
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.facts import Data, Facts, Failure, Trace
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.run_facts import DataFacts, Facts, Failure, RecordedTrace
 from kvbench.harness.records.types import BadRecordError, Document, Part
-from kvbench.harness.report.task import UnknownTask
+from kvbench.harness.report.task_report import UnknownTask
 from kvbench.policies import CacheView, Policy, Statistic
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -111,9 +111,9 @@ PARTS: dict[str, type[Document]] = {
     "cell": CellSpec,
     "error": Failure,
     "metrics": Metrics,
-    "data": Data,
+    "data": DataFacts,
     "facts": Facts,
-    "trace": Trace,
+    "trace": RecordedTrace,
 }
 # Of figures that a test does not care for: what fields that must be there are filled with.
 FILLED: dict[str, Any] = {

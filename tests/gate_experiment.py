@@ -32,7 +32,7 @@ from kvbench.harness.cli.rerun import request_from_baseline, with_groups
 from kvbench.harness.core.device import instructions
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.facts import Facts
+from kvbench.harness.records.run_facts import Facts
 from kvbench.harness.report import baseline, gate
 from kvbench.harness.suite import Cell
 

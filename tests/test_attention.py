@@ -20,7 +20,7 @@ from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.task import task_of
+from kvbench.harness.report.task_report import task_of
 from kvbench.harness.tasks.attention import AttentionTask
 from kvbench.harness.tasks.attention.figures import figures
 from kvbench.harness.tasks.attention.measure import Notes

@@ -20,7 +20,7 @@ from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.records import read
 from kvbench.harness.report import keep_map as reading
 from kvbench.harness.report.keep_map import Map, evictions
-from kvbench.harness.run.keep_map import KeepMapWriter, RecordingDecoder, write_replay
+from kvbench.harness.run.keep_map_writer import KeepMapWriter, RecordingDecoder, write_replay
 from kvbench.harness.run.options import KeepSteps
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense

@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import bench
 
-from kvbench.harness.cli.closing import link
+from kvbench.harness.cli.terminal import link
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.locks import OWNER_SUFFIX
 from kvbench.harness.records import RecordStore

@@ -19,7 +19,7 @@ from factories import cell_record, changed, edit, record
 from kvbench.harness.records import Problem, RecordStore, read
 from kvbench.harness.records import record as records_module
 from kvbench.harness.records.aggregates import answer_figures, nll_figures, step_figures, timing
-from kvbench.harness.records.facts import Facts
+from kvbench.harness.records.run_facts import Facts
 from kvbench.harness.report.export import rows, write
 from kvbench.harness.report.verify import kv_bytes, problems, verify
 from kvbench.harness.run.request import RunRequest

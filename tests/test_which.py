@@ -14,10 +14,10 @@ from test_closing import answered, measured
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
-from kvbench.harness.report.which import which
-from kvbench.harness.run import which as choosing
+from kvbench.harness.report.best_policy import which
+from kvbench.harness.run import which_suite as choosing
 from kvbench.harness.run.estimate import Estimate, Estimator
-from kvbench.harness.run.which import Deadline, Wish, ordered, suite_for
+from kvbench.harness.run.which_suite import Deadline, Wish, ordered, suite_for
 from kvbench.harness.suite import Cell, load
 
 WISH = Wish("builtin:recall", 96, 10.0, None, "cpu", "float32")

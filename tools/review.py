@@ -23,11 +23,11 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.models.hub import BUILTIN, is_local_name
 from kvbench.harness.records import NUMERICS_VERSION, Problem, Record, RecordStore, digest
-from kvbench.harness.records.rules import PART_NATS
+from kvbench.harness.records.figure_rules import PART_NATS
 from kvbench.harness.report import gate, gate_times, verify
 from kvbench.harness.report.compare import MARGINS, differences
 from kvbench.harness.report.sources import open_folder
-from kvbench.harness.report.task import OF_MACHINE
+from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import cell_from_spec, load, shipped_suites, with_references
 

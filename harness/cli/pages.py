@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from kvbench.harness.cli.closing import link
 from kvbench.harness.cli.output import FILLED, report_skipped, results_option, writable
+from kvbench.harness.cli.terminal import link
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
@@ -183,7 +183,7 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
     from kvbench.harness.report.doubts import with_doubts
     from kvbench.harness.report.verify import problems
 
-    found: list[Record] = []
+    correct: list[Record] = []
     files: list[Path] = []
     forged = 0
     for path, record in RecordStore(Path(results)).files():
@@ -193,12 +193,12 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
             click.echo(f"bench: {visible(path)}: left out, because it is not correct: {visible(wrong[0])}", err=True)
             forged += 1
         else:
-            found.append(record)
+            correct.append(record)
             files.append(path)
-    if not found:
+    if not correct:
         none = "no correct records" if forged else "no records"
         raise UserError(f"{results}: {none} there: run a suite first, or give another --results")
-    records = with_doubts(found)
+    records = with_doubts(correct)
     paths = {id(record): path for record, path in zip(records, files, strict=True)}
     ahead = from_the_future(records, datetime.datetime.now(datetime.UTC))
     if ahead:
@@ -214,21 +214,21 @@ def _rendered(
     from kvbench.harness.report import leaderboard as board
     from kvbench.harness.report.site.maps import maps
 
-    made = feed.feed(records)
-    unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in made["questions"]})
-    render = {"leaderboard": lambda: board.render(made, unasked, address), "paper": lambda: paper.render(records)}
+    data_feed = feed.feed(records)
+    unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in data_feed["questions"]})
+    render = {"leaderboard": lambda: board.render(data_feed, unasked, address), "paper": lambda: paper.render(records)}
     rendered = {name: render[name]() for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     data: dict[Path, str] = {}
     if "site" in targets:
-        html, scripts = site.render(made, maps(records, paths))
-        pages |= {targets["site"][1]: html, targets["feed"][1]: feed.text(made)}
+        html, scripts = site.render(data_feed, maps(records, paths))
+        pages |= {targets["site"][1]: html, targets["feed"][1]: feed.text(data_feed)}
         data = {Path(targets["site"][1]).with_name(site.FOLDER) / name: text for name, text in scripts.items()}
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:
             drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.draw(page.charts))
-    return _Pages(pages, data, drawings, losses.charts(made))
+    return _Pages(pages, data, drawings, losses.charts(data_feed))
 
 
 def _write_data(data: Mapping[Path, str], folder: Path | None) -> None:

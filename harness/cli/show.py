@@ -57,7 +57,7 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
         return
     whole = keep_map.Map.read(path)
     if replay is not None:
-        from kvbench.harness.run.keep_map import write_replay
+        from kvbench.harness.run.keep_map_writer import write_replay
 
         write_replay(given, whole, Path(replay))
         click.echo(replay)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.closing import line_width, link
 from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, writable
 from kvbench.harness.cli.pages import leaderboard
+from kvbench.harness.cli.terminal import line_width, link
 from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.run.request import RunRequest
@@ -25,7 +25,7 @@ from kvbench.harness.run.request import RunRequest
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
     from kvbench.harness.run.estimate import Estimator
-    from kvbench.harness.run.which import Wish
+    from kvbench.harness.run.which_suite import Wish
     from kvbench.harness.suite import Cell
 
 
@@ -108,7 +108,7 @@ def which(
     until = time.monotonic() + seconds  # loading torch takes seconds, too
     from kvbench.harness.models.load import device_of
     from kvbench.harness.run.estimate import Estimator
-    from kvbench.harness.run.which import TRIAL_SHARE, Deadline, Wish, ordered
+    from kvbench.harness.run.which_suite import TRIAL_SHARE, Deadline, Wish, ordered
 
     wish = Wish(model, budget, minutes, data, device, dtype)
     with tempfile.TemporaryDirectory() if dry_run else contextlib.nullcontext(results) as folder:
@@ -142,7 +142,7 @@ def _is_kept(suite: Path, wish: Wish) -> bool:
 
 def _choose(suite: Path, wish: Wish, estimator: Estimator, until: float) -> None:
     """Write the suite, and say what it leaves out."""
-    from kvbench.harness.run.which import suite_for
+    from kvbench.harness.run.which_suite import suite_for
 
     click.echo(f"trying policies on {wish.model}, to choose what fits into {wish.minutes:g} min", err=True)
     content, notes = suite_for(wish, estimator, until - time.monotonic())
@@ -162,9 +162,9 @@ def _describe(cells: Sequence[Cell], estimator: Estimator, as_json: bool) -> Non
 
 def _show(records: Sequence[Record], wish: Wish, results: str, as_json: bool) -> None:
     """Print the sentence and the table, and write the page."""
+    from kvbench.harness.report.best_policy import legend, which
     from kvbench.harness.report.closing import closing
     from kvbench.harness.report.doubts import with_doubts
-    from kvbench.harness.report.which import legend, which
 
     answer, troubles = which(records, wish.model, wish.budget), closing(with_doubts(records)).troubles if records else ()
     if as_json:

@@ -1,6 +1,6 @@
 """Kinds of figures that pages, comparisons and the gate know. A task's metrics extend one of them. Imports no torch.
 
-Every field says how the gate checks it (`records/rules.py`).
+Every field says how the gate checks it (`records/figure_rules.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbench.harness.records.rules import (
+from kvbench.harness.records.figure_rules import (
     ANSWERED,
     BYTES,
     BYTES_IF_BOUNDED,
@@ -42,7 +42,7 @@ from kvbench.harness.records.types import (
 
 if TYPE_CHECKING:
     from kvbench.harness.records.cell import CellSpec
-    from kvbench.harness.records.facts import Data
+    from kvbench.harness.records.run_facts import DataFacts
 
 READ_AT_POINTS = "read at every point"  # how a peak was measured that misses what lies between, or moves into free memory
 
@@ -192,7 +192,7 @@ class QuestionMetrics(Metrics):
         """Questions whose answers may follow from an eviction."""
         return self.questions
 
-    def question_streams(self, options: Any, data: Data) -> int | None:
+    def question_streams(self, options: Any, data: DataFacts) -> int | None:
         """Number of streams that share the questions evenly, in order; None if every question has a cache of its own."""
         return None
 
@@ -237,7 +237,7 @@ class AnswerMetrics(QuestionMetrics):
         """Accuracy, and the number of questions."""
         return f"accuracy {self.accuracy:.1%} of {self.questions}"
 
-    def question_streams(self, options: Any, data: Data) -> int | None:
+    def question_streams(self, options: Any, data: DataFacts) -> int | None:
         """Number of streams that were read; 1 for older records without it."""
         streams: int = getattr(data, "streams", None) or 1
         return None if streams == self.questions > 1 else streams

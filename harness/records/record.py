@@ -19,8 +19,8 @@ from pydantic_core import from_json
 from kvbench.harness.core import plugins
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.facts import Data, Facts, Failure, Trace
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.run_facts import DataFacts, Facts, Failure, RecordedTrace
 from kvbench.harness.records.types import BadRecordError, Document, Sha256, Whole, validate
 
 Status = Literal["ok", "failed"]
@@ -66,10 +66,10 @@ class Record:
     status: Status
     error: Failure | None = None
     metrics: Metrics = field(default_factory=Metrics)
-    data: Data = field(default_factory=Data)
+    data: DataFacts = field(default_factory=DataFacts)
     facts: Facts = field(default_factory=Facts)
     finished: str = ""
-    trace: Trace | None = None
+    trace: RecordedTrace | None = None
     numerics: int = NUMERICS_VERSION
     version: int = RECORD_VERSION
 
@@ -94,10 +94,10 @@ class Record:
             envelope.status,
             None if envelope.error is None else _part(Failure, "error", value),
             metrics,
-            _part(task.data_facts if task else Data, "data", value),
+            _part(task.data_facts if task else DataFacts, "data", value),
             _part(Facts, "facts", value),
             envelope.finished,
-            None if envelope.trace is None else _part(Trace, "trace", value),
+            None if envelope.trace is None else _part(RecordedTrace, "trace", value),
             envelope.numerics,
             envelope.version,
         )

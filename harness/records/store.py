@@ -14,8 +14,8 @@ from kvbench.harness.core.files import atomic_write, put_in_place, remove_partia
 from kvbench.harness.core.locks import OWNER_SUFFIX, HeldError, locked
 from kvbench.harness.records import published
 from kvbench.harness.records.beside import TraceFile, open_trace
-from kvbench.harness.records.facts import Trace
 from kvbench.harness.records.record import MAX_CLOCK_SKEW, Problem, Record, parse_time, read, slug
+from kvbench.harness.records.run_facts import RecordedTrace
 
 LOCK = ".running"  # lock file in a suite's folder during a run
 
@@ -109,7 +109,7 @@ class RecordStore:
         if trace is not None:
             target = self.trace_path(record, suffix)
             content = trace if isinstance(trace, bytes) else trace.read_bytes()
-            record.trace = Trace(file=target.name, sha256=hashlib.sha256(content).hexdigest())
+            record.trace = RecordedTrace(file=target.name, sha256=hashlib.sha256(content).hexdigest())
             if isinstance(trace, Path):
                 put_in_place(trace, target)
             else:

@@ -122,8 +122,8 @@ def parse(path: Path) -> Baseline:
         return Baseline.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part)[:40] for part in first["loc"])
-        raise UserError(f"{path}: not a baseline ({f'{where}: ' if where else ''}{first['msg'].lower()})") from None
+        field = ".".join(str(part)[:40] for part in first["loc"])
+        raise UserError(f"{path}: not a baseline ({f'{field}: ' if field else ''}{first['msg'].lower()})") from None
 
 
 def text(baseline: Baseline) -> str:

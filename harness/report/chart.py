@@ -77,9 +77,9 @@ def mark(policy: str, variant: int = 0) -> Mark:
     unknown = ("other", hashlib.sha256(policy.encode()).digest()[0])  # a user's policy
     family, place = _PLACES.get(policy, unknown)
     light, dark = _COLOURS[family]
-    at = place + _STRIDE * (variant % VARIANTS)
-    shape = SHAPES[(_STRIDE * _FAMILIES.index(family) + at) % len(SHAPES)]
-    return Mark(family, light, dark, shape, _DASHES[at % len(_DASHES)])
+    position = place + _STRIDE * (variant % VARIANTS)
+    shape = SHAPES[(_STRIDE * _FAMILIES.index(family) + position) % len(SHAPES)]
+    return Mark(family, light, dark, shape, _DASHES[position % len(_DASHES)])
 
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -219,7 +219,7 @@ def _svg(spec: str) -> str:
     drawn = str(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
     numbers = dict.fromkeys(re.findall(r'id="gradient_(\d+)"', drawn))  # Vega goes on counting from drawing to drawing
     new = {number: str(place) for place, number in enumerate(numbers)}
-    return re.sub(r"\bgradient_(\d+)\b", lambda found: f"gradient_{new[found[1]]}", drawn)
+    return re.sub(r"\bgradient_(\d+)\b", lambda match: f"gradient_{new[match[1]]}", drawn)
 
 
 def page(lines: Iterable[str | Chart]) -> Page:

@@ -10,8 +10,8 @@ from kvbench.harness.core.durations import about
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, long_enough
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
-from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.report import sections
 from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference
@@ -77,9 +77,9 @@ def _subject(records: Sequence[Record]) -> str:
     if read is not None:
         prompt = read.cell.options.get("prompt")
         return words.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
-    asked = (words.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
+    labels = (words.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
     tasks: dict[str, list[str]] = {}
-    for name, _, how in (label.partition(", ") for label in dict.fromkeys(asked)):
+    for name, _, how in (label.partition(", ") for label in dict.fromkeys(labels)):
         tasks.setdefault(how, []).append(name)
     return "; ".join(", ".join([" and ".join(names), *([how] if how else [])]) for how, names in tasks.items())
 
@@ -140,8 +140,8 @@ def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
         modes.setdefault((cell.policy, repr(cell.parameters), cell.capacity, cell.evicts, cell.stored), set()).add(cell.positions)
     if all(len(several) < 2 for several in modes.values()):
         return [("", records)]
-    found = list(dict.fromkeys(r.cell.positions for r in records if not is_reference(r)))
-    return [(mode, [r for r in records if is_reference(r) or r.cell.positions == mode]) for mode in found]
+    positions = list(dict.fromkeys(r.cell.positions for r in records if not is_reference(r)))
+    return [(mode, [r for r in records if is_reference(r) or r.cell.positions == mode]) for mode in positions]
 
 
 def _text_or_prompt(record: Record) -> str:
@@ -275,11 +275,11 @@ def _of_tokens(row: Row) -> str:
 
 def _findings(records: Sequence[Record]) -> list[str]:
     """The sentences of the feed on the records' texts; on their tasks if they have no text; at equal bytes if formats differ."""
-    made = feed(records)
-    asked, formats = made["questions"], made["equal_bytes"]
+    data = feed(records)
+    questions, formats = data["questions"], data["equal_bytes"]
     if formats:
         return [sized["answer"] for equal in formats for sized in equal["sizes"]]
-    chosen = [question for question in asked if question["measure"] == "perplexity"] or asked
+    chosen = [question for question in questions if question["measure"] == "perplexity"] or questions
     about = {question["id"]: f", {question['subject']}" if len(chosen) > 1 else "" for question in chosen}
     return [
         f"At {size(budget['capacity'])}{about[question['id']]}: {budget['finding']}"

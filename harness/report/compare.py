@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, over_samples
 from kvbench.harness.records import Record
+from kvbench.harness.records.figure_rules import Compared, compared
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, SampleMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.records.rules import Compared, compared
 from kvbench.harness.report.difference import Difference, Traces, Verdict, judge_interval
 from kvbench.harness.report.markdown import digits, md, model_name, table, task_name, title
 from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace
-from kvbench.harness.report.task import plain
+from kvbench.harness.report.task_report import plain
 
 
 def speed_up(record: Record, bases: Sequence[Record]) -> str:
@@ -305,8 +305,8 @@ def markdown(judged: Sequence[JudgedMetric], a: str, b: str) -> str:
 
 def cell_name(a: Record, b: Record) -> str:
     """Description of a cell, or of the two that are compared."""
-    where, which = zip(*(_named(r) for r in (a, b)), strict=True)
-    return f"{' -> '.join(dict.fromkeys(where))}, {' -> '.join(dict.fromkeys(which))}"
+    contexts, policies = zip(*(_named(r) for r in (a, b)), strict=True)
+    return f"{' -> '.join(dict.fromkeys(contexts))}, {' -> '.join(dict.fromkeys(policies))}"
 
 
 def _named(record: Record) -> tuple[str, str]:

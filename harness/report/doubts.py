@@ -32,8 +32,8 @@ def faults(row: Row, others: Sequence[Row]) -> list[str]:
             reason = f"NaN: {message}" if "not finite" in message else "failed" if error is None else error.kind
             problems.append(f"{record.cell.task.name} failed: {reason}")
         problems += record.metrics.flags
-    at = cliff(row, others)
-    return [*dict.fromkeys(problems), *([f"cliff at token {at:,}"] if at is not None else [])]
+    token = cliff(row, others)
+    return [*dict.fromkeys(problems), *([f"cliff at token {token:,}"] if token is not None else [])]
 
 
 def cliff(row: Row, others: Sequence[Row]) -> int | None:
@@ -84,13 +84,13 @@ def with_doubts(records: Sequence[Record]) -> list[Record]:
             answer against all records of these questions.
     """
     questions = [question(record) for record in records]
-    dense = {asked: r for asked, r in zip(questions, records, strict=True) if r.cell.is_dense and r.status == "ok"}
+    dense = {key: r for key, r in zip(questions, records, strict=True) if r.cell.is_dense and r.status == "ok"}
     doubts: dict[tuple[str, ...], list[str]] = {}
     for record in records:
         doubts.setdefault(_model(record), []).extend(_doubts(record))
     return [
-        _flagged(record, [*dict.fromkeys(doubts[_model(record)]), *_about(record, dense.get(asked))])
-        for asked, record in zip(questions, records, strict=True)
+        _flagged(record, [*dict.fromkeys(doubts[_model(record)]), *_about(record, dense.get(key))])
+        for key, record in zip(questions, records, strict=True)
     ]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.figure_rules import MEAN_NATS, SUM
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics
-from kvbench.harness.records.rules import MEAN_NATS, SUM
-from kvbench.harness.report.task import task_of
+from kvbench.harness.report.task_report import task_of
 from kvbench.harness.report.verify import ITEM_BYTES
 
 _MOST_HELD = 0.9  # share of dense's bytes above which too few tokens were evicted to change every figure

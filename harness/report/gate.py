@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import Record
+from kvbench.harness.records.figure_rules import compared
 from kvbench.harness.records.metrics import ScoreMetrics
-from kvbench.harness.records.rules import compared
 from kvbench.harness.report import gate_figures, gate_times
 from kvbench.harness.report.compare import MARGINS, cell_name, differences
 from kvbench.harness.report.difference import Difference
@@ -96,12 +96,12 @@ def verdict(findings: Sequence[Finding], allow_better: bool = False) -> str:
     parts += [f"{counts[state]} {words}" for state, words in _BAD.items() if counts[state]]
     left_out = Counter(f.check for f in findings if f.state == "not compared")
     parts += [f"not applicable: {', '.join(f'{check} {count}' for check, count in left_out.items())}"] if left_out else []
-    said = {
+    summary = {
         Exit.OK: "as good as the baseline",
         Exit.NO: "REGRESSION" if counts["regression"] else "BETTER than the baseline: update it, or allow it (--allow-better)",
         Exit.TOO_FEW_COMPARED: "too few checks apply on this machine for a verdict",
     }.get(exit_code(findings, allow_better), "incomplete")
-    return f"{said}: {'; '.join(parts)}"
+    return f"{summary}: {'; '.join(parts)}"
 
 
 def remeasure(

@@ -14,8 +14,8 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
 from kvbench.harness.records.beside import TraceFile
+from kvbench.harness.records.figure_rules import RUN_NATS, SUM, Checked, Rule, rule_in
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
-from kvbench.harness.records.rules import RUN_NATS, SUM, Checked, Rule, rule_in
 from kvbench.harness.records.types import Document
 from kvbench.harness.report.compare import setup_changes, token_differences
 from kvbench.harness.report.difference import Traces
@@ -137,11 +137,11 @@ def table(pair: Pair) -> Iterator[Result]:
 
 
 def _applies(rule: Checked, pair: Pair) -> bool:
-    if rule.where == "bounded":
+    if rule.scope == "bounded":
         return pair.base.cell.capacity is not None
-    if rule.where == "same machine" and rule.check != "answers" and pair.between_cpus and pair.by_position:
+    if rule.scope == "same machine" and rule.check != "answers" and pair.between_cpus and pair.by_position:
         return True  # what a mean or a sum may move by is more than another CPU moves it
-    return rule.where == "everywhere" or not pair.rounding_differs
+    return rule.scope == "everywhere" or not pair.rounding_differs
 
 
 def consistent(pair: Pair) -> Iterator[Result]:
@@ -197,11 +197,15 @@ def answers(pair: Pair) -> Iterator[Result]:
     if base is None or now is None or len(base) != len(now):
         yield "answers", "could not compare", "a trace is missing, or has other questions"
         return
-    asked = _changed(base, now, _MODEL_INDEPENDENT)
+    other_questions = _changed(base, now, _MODEL_INDEPENDENT)
     answered = {} if pair.rounding_differs and not pair.between_cpus else _judged_otherwise(pair) | _changed(base, now, None)
     allowed = 0 if not pair.between_cpus else 1 if pair.by_position else max(1, int(MAX_MOVED * len(base)))
-    if asked or len(answered) > allowed:
-        yield "answers", "regression", _first([f"question {number}: {says}" for number, says in (asked or answered).items()])
+    if other_questions or len(answered) > allowed:
+        yield (
+            "answers",
+            "regression",
+            _first([f"question {number}: {says}" for number, says in (other_questions or answered).items()]),
+        )
     else:
         but = f", except {len(answered)}; rounding may change {allowed}" if answered else ""
         yield "answers", "ok", f"{len(base)} questions and their answers as in the baseline{but}"

@@ -19,7 +19,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
 from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.gate_figures import Pair, Result, State
-from kvbench.harness.report.task import task_of
+from kvbench.harness.report.task_report import task_of
 
 # Half-widths of bands are in log ratio.
 _HALF_WIDTH_SDS = 4
@@ -194,14 +194,14 @@ def _slower(check: str, slowdown: float, allowed: tuple[float, float], unit: str
 def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:
     if pair.setup_changes or base.how != now.how:
         return "memory", "not compared", pair.setup_changes or f"measured in different ways: {base.how} -> {now.how}"
-    found: dict[State, list[str]] = {"regression": [], "better": []}
+    outside: dict[State, list[str]] = {"regression": [], "better": []}
     for name, (factor, more, fewer) in _BYTES_ALLOWANCE.items():
         before, after = getattr(base, name), getattr(now, name)
         most, least = factor * before + more, (before - fewer) / factor
         if not least <= after <= most:
             limit = f"at least {least:,.0f}" if after < least else f"at most {most:,.0f}"
-            found["better" if after < least else "regression"].append(f"{name} {before:,} -> {after:,} (allowed: {limit})")
-    for state, says in found.items():
+            outside["better" if after < least else "regression"].append(f"{name} {before:,} -> {after:,} (allowed: {limit})")
+    for state, says in outside.items():
         if says:
             return "memory", state, "; ".join(says)
     return "memory", "ok", f"peak {base.peak_bytes:,} -> {now.peak_bytes:,}"

@@ -190,9 +190,9 @@ def specification(kept: Map, title: str) -> dict[str, Any]:
     }
     facet = {"field": "layer", "type": "ordinal", "header": {"titleFontSize": 0, "labelExpr": "'layer ' + datum.value"}}
     width = _band_width(_columns(kept))
-    said = f"A band of {width} positions has the shade of the one that most KV heads hold." if width > 1 else ""
+    subtitle = f"A band of {width} positions has the shade of the one that most KV heads hold." if width > 1 else ""
     return {
-        "title": {"text": title, "subtitle": said, "subtitleColor": _GREY},
+        "title": {"text": title, "subtitle": subtitle, "subtitleColor": _GREY},
         "data": {"values": list(_bars(kept))},
         "facet": facet | {"title": None},
         "columns": min(4, layers),
@@ -253,8 +253,8 @@ def _shares(kept: Map, columns: NDArray[np.int64], width: int) -> NDArray[np.flo
     positions = bands * width
     largest = np.empty((layers, len(columns), bands))
     for column, step in enumerate(columns):
-        at = kept.step == step
-        held = np.bincount(kept.layer[at] * positions + kept.position[at], minlength=layers * positions)
+        in_step = kept.step == step
+        held = np.bincount(kept.layer[in_step] * positions + kept.position[in_step], minlength=layers * positions)
         largest[:, column] = held.reshape(layers, bands, width).max(-1)
     heads = np.array([len(np.unique(kept.head[kept.layer == layer])) for layer in range(layers)])
     return largest / heads[:, None, None]

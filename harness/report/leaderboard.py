@@ -39,8 +39,8 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str 
     if len(questions) > _MOST_QUESTIONS:
         return page([*lines, *_suites(questions, site)])
     lines += ["## All questions\n"] if questions else []
-    for suite, asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
-        lines += _suite(suite, list(asked), [e for e in feed["equal_bytes"] if (e["suite"], e["suite_version"]) == suite], site)
+    for suite, group in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
+        lines += _suite(suite, list(group), [e for e in feed["equal_bytes"] if (e["suite"], e["suite_version"]) == suite], site)
     if questions and unasked:
         return page([*lines, "<details><summary>Times, memory and attention</summary>\n", *unasked, "\n</details>\n"])
     return page([*lines, *unasked])
@@ -73,8 +73,8 @@ def _middle(question: dict[str, Any]) -> dict[str, Any]:
 def _suites(questions: Sequence[dict[str, Any]], site: str) -> list[str]:
     """Return a table with a row for each suite, whose name leads to its first question on the page."""
     rows = []
-    for (suite, version), asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
-        of_suite = list(asked)
+    for (suite, version), group in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
+        of_suite = list(group)
         models = list(dict.fromkeys(question["model"] for question in of_suite))
         named = ", ".join(models) if len(models) <= _MOST_NAMES else f"{len(models)} models"
         rows.append([f"[{md(suite)} v{version}]({site}#q={of_suite[0]['id']})", str(len(of_suite)), md(named)])
@@ -105,8 +105,8 @@ def _line(question: dict[str, Any], site: str) -> str:
     budget = _middle(question)
     named = [f"{_rank(row)} {row['name']}{_lost(row)}" for row in budget["rows"][:_MOST_NAMES]]
     best = f" Best: {md('; '.join(named))}." if len(budget["rows"]) > 1 else ""
-    asked = f"[{md(question['model'])}, {md(question['subject'])}]({site}#q={question['id']})"
-    return f"- {asked}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
+    link = f"[{md(question['model'])}, {md(question['subject'])}]({site}#q={question['id']})"
+    return f"- {link}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
 
 
 def _flagged(question: dict[str, Any], budget: dict[str, Any]) -> str:
@@ -165,11 +165,11 @@ def _perplexity(row: dict[str, Any], budget: dict[str, Any]) -> str:
 
 
 def _right(row: dict[str, Any], task: str) -> str:
-    found = next((a for a in row["answers"] if a["task"] == task), None)
-    if found is None:
+    answer = next((a for a in row["answers"] if a["task"] == task), None)
+    if answer is None:
         return ""
-    interval = "too few streams" if found["low"] is None else f"{100 * found['low']:.0f}, {100 * found['high']:.0f}"
-    return f"{100 * found['share']:.0f} % [{interval}]"
+    interval = "too few streams" if answer["low"] is None else f"{100 * answer['low']:.0f}, {100 * answer['high']:.0f}"
+    return f"{100 * answer['share']:.0f} % [{interval}]"
 
 
 def _number(value: float | None) -> str:

@@ -184,8 +184,8 @@ def _lost(row: dict[str, Any]) -> float | None:
 
 def _front(values: Sequence[dict[str, Any]], less_is_better: bool) -> list[dict[str, float]]:
     """The best quality that any cache of at most so many bytes has."""
-    found: list[dict[str, float]] = []
+    front: list[dict[str, float]] = []
     for value in values:
-        if not found or ((value["y"] < found[-1]["y"]) == less_is_better and value["y"] != found[-1]["y"]):
-            found.append({"share": value["share"], "y": value["y"]})
-    return found
+        if not front or ((value["y"] < front[-1]["y"]) == less_is_better and value["y"] != front[-1]["y"]):
+            front.append({"share": value["share"], "y": value["y"]})
+    return front

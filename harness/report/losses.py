@@ -52,7 +52,7 @@ def _about(question: dict[str, Any]) -> dict[str, Any]:
 def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
     """The columns of a row. row: of the feed."""
     best, worst = row["rank"] or (None, None)
-    asked = row["answers"][0] if measure == "answers" and row["answers"] else None
+    answer = row["answers"][0] if measure == "answers" and row["answers"] else None
     return {
         "evict": row["evict"],
         "positions": row["positions"],
@@ -63,7 +63,7 @@ def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
         "worst_rank": worst,
         **_loss(row["loss"], measure),
         "perplexity": row["perplexity"],
-        "right": None if asked is None else 100 * asked["share"],
+        "right": None if answer is None else 100 * answer["share"],
         "kv_bytes": row["kv_bytes"],
         "kv_share": row["kv_share"],
         "ms": row["ms"],
@@ -102,14 +102,14 @@ def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
     """
     from pandas import DataFrame
 
-    asked = [(question, short_names(question.rows)) for question in questions(with_doubts(records))]
-    known = {name for question, names in asked for name in [*names, *(row.cell.policy for row in question.rows)]}
+    named = [(question, short_names(question.rows)) for question in questions(with_doubts(records))]
+    known = {name for question, names in named for name in [*names, *(row.cell.policy for row in question.rows)]}
     for name in (a, b):
         if name not in known:
             raise UserError(f"no policy is called '{name}'{did_you_mean(name, known)}")
     table = [
         _compared(question, x, y, dict(zip(map(id_of, question.rows), names, strict=True)))
-        for question, names in asked
+        for question, names in named
         for x in _named(question.rows, names, a)
         for y in _named(question.rows, names, b)
         if x is not y and (x.cell.capacity == y.cell.capacity or any(is_reference(row.records[0]) for row in (x, y)))
@@ -147,9 +147,9 @@ def _compared(question: Question, row: Row, base: Row, names: dict[str, str]) ->
     }
 
 
-def charts(made: dict[str, Any]) -> list[chart.Chart]:
+def charts(data: dict[str, Any]) -> list[chart.Chart]:
     """Draw each policy's loss at each budget: a chart per question of the feed whose losses have intervals."""
-    return [drawn for question in made["questions"] if (drawn := over_budgets(question, question["id"]))]
+    return [drawn for question in data["questions"] if (drawn := over_budgets(question, question["id"]))]
 
 
 def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf") -> list[Path]:  # noqa: A002 - as in matplotlib

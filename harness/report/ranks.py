@@ -22,7 +22,7 @@ from kvbench.harness.report.shares import Ends, Stream, by_stream, count, differ
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedOutcomes:
     """Outcomes of two rows for the same questions: one digit per question, 1 for a right answer.
 
     Attributes:
@@ -46,13 +46,13 @@ class Shared:
         return difference_ends(self.a, self.b, self.streams)
 
 
-def shared_outcomes(a: Row, b: Row) -> Shared | None:
+def shared_outcomes(a: Row, b: Row) -> SharedOutcomes | None:
     """Outcomes of both rows in the same order; None unless they answered the same questions."""
     ours, theirs = a.answered, b.answered
     texts = {key: outcomes for key, (_, outcomes) in theirs.items()}
     if not ours or {key: len(outcomes) for key, (_, outcomes) in ours.items()} != {k: len(v) for k, v in texts.items()}:
         return None
-    return Shared("".join(text for _, text in ours.values()), "".join(texts[key] for key in ours), a.answered_streams)
+    return SharedOutcomes("".join(text for _, text in ours.values()), "".join(texts[key] for key in ours), a.answered_streams)
 
 
 def answer_comparison(a: Row, b: Row) -> Comparison | None:
@@ -67,10 +67,10 @@ def answer_comparison(a: Row, b: Row) -> Comparison | None:
         a_right, b_right = (int(outcomes, 2) for outcomes in (shared.a, shared.b))
         only = [(x & ~y).bit_count() for x, y in ((a_right, b_right), (b_right, a_right))]
         return Comparison(shared.change, sign_test(*only), partial(paired_shares, shared.a, shared.b))
-    sums, asked = by_stream(shared.a, shared.b, shared.streams)
+    sums, counts = by_stream(shared.a, shared.b, shared.streams)
     if count(shared.streams) < MIN_BLOCKS:
         return Comparison(shared.change, None, lambda _: None)
-    interval = clustered(np.array(sums), np.array(asked))
+    interval = clustered(np.array(sums), np.array(counts))
     more, fewer = sum(x > 0 for x in sums), sum(x < 0 for x in sums)
     agree = (more - fewer) * shared.change > 0  # not if most streams say the opposite of the mean
     return compared(interval, None if interval.p is None else sign_test(more, fewer) if agree else 1.0)
@@ -128,16 +128,16 @@ class Comparison:
 
 def nll_comparison(a: Record, b: Record) -> Comparison | None:
     """Return the loss of b relative to a, in nats per token; None if the two can't be paired."""
-    found = paired(b, a)
-    return None if found is None else compared(found, found.p)
+    difference = paired(b, a)
+    return None if difference is None else compared(difference, difference.p)
 
 
 def compared(interval: Interval, p: float | None) -> Comparison:
     """A pair with this interval for what the second loses, and this p-value."""
 
     def ends(comparisons: int) -> Ends | None:
-        found = interval.among(comparisons)
-        return None if found.low is None or found.high is None else (found.low, found.high)
+        widened = interval.among(comparisons)
+        return None if widened.low is None or widened.high is None else (widened.low, widened.high)
 
     return Comparison(interval.mean, p, ends)
 

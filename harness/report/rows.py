@@ -32,8 +32,8 @@ def short_names(policies: Sequence[Row]) -> list[str]:
         settings = _settings(row)
         is_axis = row.cell.codec is not None or not row.cell.stored  # that of a cache from elsewhere follows from its parameters
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
-        said = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
-        extra = ", ".join(f"{key} {settings[key]}" for key in said)
+        named = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
+        extra = ", ".join(f"{key} {settings[key]}" for key in named)
         names.append(visible(without_folder(row.cell.policy) + (f" ({extra})" if extra else "")))
     return names
 
@@ -45,9 +45,9 @@ def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
         if r.cell.policy == row.cell.policy:
             values.setdefault(r.cell.capacity, set()).add(repr(_settings(r).get(key)))
     shared = set.intersection(*values.values())
-    alone = [found - shared for found in values.values()]
+    alone = [group - shared for group in values.values()]
     own = {repr(_settings(row).get(key))} - shared
-    return bool(shared and own) and all(len(found) == 1 for found in alone) and len(set.union(*alone)) > 1
+    return bool(shared and own) and all(len(group) == 1 for group in alone) and len(set.union(*alone)) > 1
 
 
 def without_folder(name: str) -> str:

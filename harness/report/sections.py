@@ -1,4 +1,4 @@
-"""Records in the order of pages, and tables of them: by task, as it declares them (`report/task.py`), and over a pretraining.
+"""Records in the order of pages, and tables of them: by task (`report/task_report.py`), and over a pretraining.
 
 Figures of two machines never share a row.
 """
@@ -15,7 +15,7 @@ from kvbench.harness.records.metrics import NllMetrics, StepMetrics
 from kvbench.harness.report.chart import Chart, Page, file_name, make_visible, page
 from kvbench.harness.report.markdown import md, model_name, number, short_titles, table, title
 from kvbench.harness.report.pairing import question, strided, task_version
-from kvbench.harness.report.task import plain, task_of, titles_of
+from kvbench.harness.report.task_report import plain, task_of, titles_of
 
 KEPT = re.compile(r"(.+)-step-(\d+)")  # name of a model that `bench pretrain` keeps on the way
 _FIGURES = {"sink_heads": "sink heads", "hidden_largest": "largest activation"}  # of a task's metrics
@@ -124,11 +124,11 @@ def section(record: Record, records: Iterable[Record]) -> Page:
     return page([*curves, *_table([r for r in suite if section_key(r) == section_key(record)])])
 
 
-def unasked(records: Iterable[Record], asked: Collection[tuple[str, int]]) -> list[str | Chart]:
+def unasked(records: Iterable[Record], answered: Collection[tuple[str, int]]) -> list[str | Chart]:
     """The tables of suites that answer no question, as they have no perplexity or right answers: times, memory, attention."""
     groups: dict[str, list[Record]] = {}
     for record in newest(list(records)):
-        if _suite(record) not in asked:
+        if _suite(record) not in answered:
             groups.setdefault(section_key(record), []).append(record)
     return [line for group in groups.values() for line in _table(group)]
 
@@ -171,7 +171,7 @@ def _step_figures(record: Record) -> list[dict[str, Any]]:
     training, step = kept[1], int(kept[2])
     point = {"training": training, "step": step}
     metrics = record.metrics.as_json()
-    found = [
+    points = [
         point | {"figure": figure, "line": training, "value": metrics[name]}
         for name, figure in _FIGURES.items()
         if record.cell.is_dense and isinstance(metrics.get(name), (int, float))
@@ -179,8 +179,8 @@ def _step_figures(record: Record) -> list[dict[str, Any]]:
     nll = record.measured(NllMetrics)
     if nll is not None:
         line = f"{training}, {short_titles([record])[0]}"
-        found.append(point | {"figure": _PERPLEXITY, "line": line, "value": nll.perplexity})
-    return found
+        points.append(point | {"figure": _PERPLEXITY, "line": line, "value": nll.perplexity})
+    return points
 
 
 def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:

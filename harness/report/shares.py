@@ -47,8 +47,8 @@ class Answers:
             return wilson(self.right, self.questions)
         if len(self.streams) < MIN_BLOCKS:
             return None
-        right, asked = (np.array(x, np.float64) for x in zip(*self.streams, strict=True))
-        return clustered_share(right, asked)
+        right, counts = (np.array(x, np.float64) for x in zip(*self.streams, strict=True))
+        return clustered_share(right, counts)
 
 
 def streams_of(record: Record) -> list[Stream] | None:
@@ -75,7 +75,7 @@ def answers(records: Sequence[Record]) -> Answers | None:
         for stream, digit in zip(streams_of(record) or (), digits, strict=False):
             streams.setdefault(stream, []).append(int(digit))
     of_streams = [(sum(digits), len(digits)) for digits in streams.values()]
-    alone = questions - sum(asked for _, asked in of_streams)
+    alone = questions - sum(size for _, size in of_streams)
     if len(of_streams) >= MIN_BLOCKS:
         right_alone = right - sum(hits for hits, _ in of_streams)
         of_streams += [(1, 1)] * right_alone + [(0, 1)] * (alone - right_alone)
@@ -92,8 +92,8 @@ def difference(a: str, b: str, streams: Sequence[Stream]) -> Interval | None:
     """
     if count(streams) < MIN_BLOCKS:
         return None
-    sums, asked = by_stream(a, b, streams)
-    return clustered(np.array(sums), np.array(asked))
+    sums, counts = by_stream(a, b, streams)
+    return clustered(np.array(sums), np.array(counts))
 
 
 def count(streams: Sequence[Stream]) -> int:
@@ -104,11 +104,11 @@ def count(streams: Sequence[Stream]) -> int:
 
 def by_stream(a: str, b: str, streams: Sequence[Stream]) -> tuple[list[float], list[float]]:
     """(right answers of b minus those of a, questions) of each stream."""
-    sums, asked = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0.0)
+    sums, counts = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0.0)
     for stream, x, y in zip(streams, a, b, strict=True):
         sums[stream] += int(y) - int(x)
-        asked[stream] += 1
-    return list(sums.values()), list(asked.values())
+        counts[stream] += 1
+    return list(sums.values()), list(counts.values())
 
 
 def difference_ends(a: str, b: str, streams: Sequence[Stream] | None) -> Ends | None:
@@ -121,8 +121,8 @@ def difference_ends(a: str, b: str, streams: Sequence[Stream] | None) -> Ends | 
     """
     if streams is None:
         return paired_shares(a, b)
-    found = difference(a, b, streams)
-    return None if found is None or found.low is None or found.high is None else (found.low, found.high)
+    interval = difference(a, b, streams)
+    return None if interval is None or interval.low is None or interval.high is None else (interval.low, interval.high)
 
 
 def too_few(streams: int) -> str:

@@ -96,8 +96,8 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     line = {"mark": {"type": "line", "point": {"size": 60}, "strokeWidth": 2}, "data": {"values": values}}
     levels = [level | {"encoding": {"y": y, "color": channels["color"]}}] if unbounded else []
     spec = {"width": 560, "height": 260, "layer": [line | {"encoding": encoding | channels}, *levels]}
-    where = f" on {machine}" if machine else ""
-    alt = f"Milliseconds per token of {{model}} over the capacity{where}, one line per policy; dense is dashed."
+    machine_words = f" on {machine}" if machine else ""
+    alt = f"Milliseconds per token of {{model}} over the capacity{machine_words}, one line per policy; dense is dashed."
     return [chart.Chart.from_record(records[0], "latency", question(records[0]) + machine, alt, spec)]
 
 

@@ -13,7 +13,7 @@ from kvbench.harness.core.evict import at_once
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Problem, Record
 from kvbench.harness.records.beside import TraceFile, file_problem, open_trace
-from kvbench.harness.report.task import task_of
+from kvbench.harness.report.task_report import task_of
 
 _RELATIVE_TOLERANCE = 1e-6  # traces of times are float32 (6e-8); sums may be taken in another order
 _ROUNDING_STEP = 1e-5  # of sums and rounds in a record; near a boundary, two roundings differ by a whole step
@@ -107,8 +107,8 @@ def _keep_map_problems(record: Record, folder: Path) -> list[str]:
     path = None if kept is None else folder / Path(kept.file).name
     if kept is None or path is None or not os.path.lexists(path):
         return []
-    found = file_problem(path, kept.sha256)
-    return [f"its keep map {path.name} {found}"] if found else []
+    problem = file_problem(path, kept.sha256)
+    return [f"its keep map {path.name} {problem}"] if problem else []
 
 
 def _from_record(record: Record, _: object) -> Iterator[Figure]:

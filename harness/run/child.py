@@ -25,7 +25,7 @@ from kvbench.harness.core.errors import UserError, failure
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
-    from kvbench.harness.run.order import Answer, Order
+    from kvbench.harness.run.order import GroupOutcomes, Order
 
 
 class ChildError(RuntimeError):
@@ -40,7 +40,7 @@ class ChildError(RuntimeError):
         self.failure = failure
 
 
-def measure(order: Order, references: Sequence[Record | None], progress: Callable[[int, str], None]) -> Answer:
+def measure(order: Order, references: Sequence[Record | None], progress: Callable[[int, str], None]) -> GroupOutcomes:
     """Measure the only group of an order in a new process, which does not outlive this one, nor this call.
 
     `references` has a record for each cell that is compared with one; `progress` gets the tokens done and the figure so far.
@@ -69,7 +69,7 @@ def measure(order: Order, references: Sequence[Record | None], progress: Callabl
     raise RuntimeError(f"its process ended with exit code {code} and without an answer")
 
 
-def _conversation(connection: Connection, request: Any, progress: Callable[[int, str], None]) -> Answer:
+def _conversation(connection: Connection, request: Any, progress: Callable[[int, str], None]) -> GroupOutcomes:
     """Send the request, pass on progress, and return the answer."""
     connection.send(user_files.loaded_files())
     connection.send(request)
@@ -77,7 +77,7 @@ def _conversation(connection: Connection, request: Any, progress: Callable[[int,
         progress(*message)
     if isinstance(message, Exception):
         raise message
-    answer: Answer = message
+    answer: GroupOutcomes = message
     return answer
 
 
@@ -112,7 +112,7 @@ def run_child(connection: Connection, scratch: str) -> None:
             connection.send(ChildError(failure(error)))
 
 
-def _answer(order: Order, references: Sequence[Record | None], connection: Connection, scratch: Path) -> Answer:
+def _answer(order: Order, references: Sequence[Record | None], connection: Connection, scratch: Path) -> GroupOutcomes:
     from kvbench.harness.run.worker import Worker
 
     worker = Worker(order, lambda tokens, text: connection.send((tokens, text)), own_process=True)

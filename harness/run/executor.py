@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.harness.records import Record, RecordStore, digest
-from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report.task import OF_MACHINE
-from kvbench.harness.run.keep_map import FinishedMap, KeepMapWriter
+from kvbench.harness.records.run_facts import Failure
+from kvbench.harness.report.task_report import OF_MACHINE
+from kvbench.harness.run.keep_map_writer import FinishedMap, KeepMapWriter
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell
 

@@ -27,16 +27,16 @@ from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import is_random
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report.task import OF_MACHINE
+from kvbench.harness.records.run_facts import Failure
+from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.run import child
 from kvbench.harness.run.executor import Done, Group, Outcome, RunWatcher, trace_suffix
-from kvbench.harness.run.keep_map import KeepMapWriter, open_map
+from kvbench.harness.run.keep_map_writer import KeepMapWriter, open_map
 from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.order import Answer, Order
+from kvbench.harness.run.order import GroupOutcomes, Order
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
-from kvbench.harness.run.reading import PLAIN_BLOCK_TOKENS, choose_reading
+from kvbench.harness.run.reading_plan import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
@@ -116,7 +116,7 @@ class Machine:
         except Exception as error:  # the process died, and the other groups must still run
             why = Failure.from_json(error.failure if isinstance(error, child.ChildError) else failure(error))
             here = machine_facts(self._options.device, 0.0, None, None)
-            answer = Answer([Outcome(item.facts | here, None, why, None, None) for item in group], [])
+            answer = GroupOutcomes([Outcome(item.facts | here, None, why, None, None) for item in group], [])
         seconds = round(time.perf_counter() - started, 3)
         for label, text in answer.notes:
             watcher.note(label, text)

@@ -17,11 +17,11 @@ import torch
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.source_digests import code_versions
 from kvbench.harness.core.user_files import loaded_files
-from kvbench.harness.records.facts import Failure
+from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.executor import Group, Ledger, Outcome, needs_machine
 from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.order import Answer, Order
+from kvbench.harness.run.order import GroupOutcomes, Order
 from kvbench.harness.run.prepare import MachineFacts
 from kvbench.harness.run.ray_cluster import Cluster, connected, needs
 from kvbench.harness.run.ray_worker import Board, Place, RayWorker, Shared
@@ -175,7 +175,7 @@ class _Loop:
             return
         except errors.ActorUnavailableError:
             died = Failure(kind="WorkerDied", message=f"its worker died {TRIES} times")
-            place, answer = worker.place, Answer([Outcome(dict(item.facts), None, died, None, None) for item in group], [])
+            place, answer = worker.place, GroupOutcomes([Outcome(dict(item.facts), None, died, None, None) for item in group], [])
         if place != worker.place:
             watcher.note(worker.label, "died; what it measured was measured again")
             worker.place = place

@@ -60,7 +60,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GroupOutcomes:
     """Outcomes of a group.
 
     Attributes:

@@ -22,9 +22,9 @@ from kvbench.harness.models.load import LazyTokenizer, tokenizer_differs
 from kvbench.harness.models.shape import shape_of
 from kvbench.harness.records import NUMERICS_VERSION, Record, digest
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.facts import Data as DataFacts
+from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.records.types import BadRecordError
-from kvbench.harness.report.task import OF_MACHINE
+from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.rules.rules import refuse_if_broken
 from kvbench.harness.run.estimate import kv_bytes
 from kvbench.harness.suite import Cell

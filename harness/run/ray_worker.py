@@ -17,7 +17,7 @@ from kvbench.harness.core.source_digests import code_versions
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
-    from kvbench.harness.run.order import Answer
+    from kvbench.harness.run.order import GroupOutcomes
     from kvbench.harness.run.prepare import MachineFacts
     from kvbench.harness.run.worker import Worker
 
@@ -62,7 +62,7 @@ class RayWorker:
         """Look for models, code and data on this machine; see `Worker.check`."""
         self._opened(shared).check()
 
-    def measure(self, shared: Shared, number: int, references: Sequence[Record | None]) -> tuple[Place, Answer]:
+    def measure(self, shared: Shared, number: int, references: Sequence[Record | None]) -> tuple[Place, GroupOutcomes]:
         """Measure a group; see `Worker.measure`."""
         with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
             return _place(), self._opened(shared).measure(number, references, Path(scratch))

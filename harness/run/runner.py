@@ -10,9 +10,9 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.facts import Facts
+from kvbench.harness.records.run_facts import Facts
 from kvbench.harness.run.executor import Executor, Group, Ledger, Outcome, RunWatcher, Wanted, groups, trace_suffix
-from kvbench.harness.run.keep_map import refuse_unmappable, settle_map, steps_wanted
+from kvbench.harness.run.keep_map_writer import refuse_unmappable, settle_map, steps_wanted
 from kvbench.harness.run.machine import Machine
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import MachineFacts, Prepared, prepare

@@ -18,7 +18,7 @@ from kvbench.harness.models.load import LazyTokenizer
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.run.executor import Outcome, RunWatcher
 from kvbench.harness.run.machine import Machine
-from kvbench.harness.run.order import Answer, Order, UnsentData
+from kvbench.harness.run.order import GroupOutcomes, Order, UnsentData
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Data
@@ -56,7 +56,7 @@ class Worker:
         for item in {(item.cell.model, item.facts["policy_sha256"], id(item.data)): item for item in items}.values():
             self._here(item)
 
-    def measure(self, number: int, references: Sequence[Record | None], scratch: Path) -> Answer:
+    def measure(self, number: int, references: Sequence[Record | None], scratch: Path) -> GroupOutcomes:
         """Measure the cells of a group.
 
         `references` has a record for each cell that is compared with one. Files are written to `scratch`, an empty folder.
@@ -71,7 +71,7 @@ class Worker:
 
         group = [self._here(item) for item in self._order.groups[number]]
         self._machine.measure(group, references, RecordStore(scratch), watcher, done)
-        return Answer([outcomes[item.cell.id] for item in group], watcher.notes)
+        return GroupOutcomes([outcomes[item.cell.id] for item in group], watcher.notes)
 
     def _here(self, item: Prepared) -> Prepared:
         """Return a cell with the directory and the data of this machine.

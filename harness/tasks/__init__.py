@@ -5,8 +5,8 @@ torch. `measure` runs it.
 """
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.figure_rules import ANSWERED, BYTES, EXACT, TIME, Compared, Unchecked, near
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, PeakMetrics, SampleMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT, TIME, Compared, Unchecked, near
 from kvbench.harness.records.types import Amount, Count, Duration, Nats, Number, Part, Positive, Share
 from kvbench.harness.tasks.task import Data, Job, MeasurementError, Metrics, Options, RandomTokens, Task, Tokenizer, Workload
 

@@ -21,8 +21,8 @@ from pydantic import Field
 
 from kvbench.harness.core.intervals import Interval, over_samples
 from kvbench.harness.records import Record
+from kvbench.harness.records.figure_rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, Compared, near
 from kvbench.harness.records.metrics import Metrics, SampleMetrics
-from kvbench.harness.records.rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, Compared, near
 from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Share
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, count, label, status, table, task_line

@@ -12,7 +12,7 @@ from kvbench.harness.core.workload import Workload
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report.task import TaskReport
+from kvbench.harness.report.task_report import TaskReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

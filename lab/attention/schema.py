@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from kvbench.harness.data.texts import Source
-from kvbench.harness.records.rules import EXACT, PART_NATS, SUM, near
+from kvbench.harness.records.figure_rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
 from kvbench.harness.tasks.attention import schema
 from kvbench.harness.tasks.attention.schema import SHARE, Ends

@@ -30,31 +30,31 @@ NAME = "kv-bench"  # its first field, by which a file is recognised
 def feed(records: Iterable[Record]) -> dict[str, Any]:
     """Return the feed of records of all suites and models: plain JSON, with the newest record of each cell."""
     records = list(records)
-    asked = questions(records)
-    answered, shown = [_question(question) for question in asked], list(itertools.chain.from_iterable(groups(records)))
+    asked_questions = questions(records)
+    answered, shown = [_question(question) for question in asked_questions], list(itertools.chain.from_iterable(groups(records)))
     cells = [cell_json(record) for record in shown]
     policies = sorted({row["policy"] for question in answered for row in rows_of(question)})
-    made: dict[str, Any] = make_visible(
+    data: dict[str, Any] = make_visible(
         {
             "feed": NAME,
             "version": VERSION,
             "measured": max((cell["measured"] for cell in cells), default=""),
-            "default": default(answered, [token_numbers(question) for question in asked]),
+            "default": default(answered, [token_numbers(question) for question in asked_questions]),
             "papers": {name: {"paper": whose.paper, "arxiv": whose.arxiv} for name in policies if (whose := origin(name)).paper},
             "questions": answered,
-            "equal_bytes": [equal_bytes.as_json(found) for found in equal_bytes.together(asked)],
+            "equal_bytes": [equal_bytes.as_json(formats) for formats in equal_bytes.together(asked_questions)],
             "cells": cells,
             "provenance": {cell["provenance"]: provenance_json(record) for cell, record in zip(cells, shown, strict=True)},
         }
     )
-    return made
+    return data
 
 
-def text(made: dict[str, Any]) -> str:
+def text(data: dict[str, Any]) -> str:
     """The content of `feed.json`: one line a question or cell, so that changes are readable."""
-    head = {name: value for name, value in made.items() if name not in _LISTS}
+    head = {name: value for name, value in data.items() if name not in _LISTS}
     lists = [
-        f'"{name}": [\n' + ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in made[name]) + "\n]"
+        f'"{name}": [\n' + ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in data[name]) + "\n]"
         for name in _LISTS
     ]
     body = json.dumps(head, ensure_ascii=False, allow_nan=False)[:-1]
@@ -131,7 +131,7 @@ def _budget(question: Question, capacity: int | None, names: dict[str, str], hea
     whole, _ = dense_bytes(question)
     most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
     shown = [row_json(question, p, names) for p in placed]
-    found = finding(shown, question.measure)
+    sentence = finding(shown, question.measure)
     return {
         "capacity": capacity,
         "kv_bytes": most,
@@ -140,8 +140,8 @@ def _budget(question: Question, capacity: int | None, names: dict[str, str], hea
         "reference": None if base is None else row_id(base),
         "rows": shown,
         "pairs": [_pair(question, one.row, other.row) for one, other in itertools.combinations(placed, 2)],
-        "finding": found,
-        "answer": f"At {size(capacity)}, {heading}: {found}",
+        "finding": sentence,
+        "answer": f"At {size(capacity)}, {heading}: {sentence}",
     }
 
 

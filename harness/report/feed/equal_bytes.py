@@ -37,11 +37,11 @@ class Formats:
 
     def at(self, share: Fraction) -> list[Row]:
         """Return, for every policy and format, the largest cache that holds no more than this share of dense's bytes."""
-        most, found = share * (_held(self.dense) or 0), dict[str, Row]()
+        most, largest = share * (_held(self.dense) or 0), dict[str, Row]()
         for row in sorted(self.whole.rows, key=lambda r: _held(r) or 0):
             if 0 < (_held(row) or 0) <= most and self.whole.figure(row) is not None:
-                found[self._kind(row)] = row
-        return list(found.values())
+                largest[self._kind(row)] = row
+        return list(largest.values())
 
     @property
     def largest(self) -> int:
@@ -58,12 +58,12 @@ class Formats:
         return repr([_alike(row), row.cell.parameters if several else None])
 
 
-def together(asked: Iterable[Question]) -> list[Formats]:
+def together(questions: Iterable[Question]) -> list[Formats]:
     """Questions with more than one format and a dense cache in the model's dtype."""
     groups: dict[str, list[Question]] = {}
-    for question in asked:
+    for question in questions:
         groups.setdefault(words.identifier(replace(question, stored="")), []).append(question)
-    return [found for group in groups.values() if len(group) > 1 and (found := _formats(group))]
+    return [formats for group in groups.values() if len(group) > 1 and (formats := _formats(group))]
 
 
 def _formats(group: Sequence[Question]) -> Formats | None:
@@ -79,7 +79,7 @@ def as_json(formats: Formats) -> dict[str, Any]:
     question, cell = formats.whole, formats.whole.first.cell
     rows = {row_id(row): _row(formats, row) for row in question.rows if _held(row) and question.figure(row) is not None}
     kept = {share: {row_id(row): row for row in formats.at(share)} for share in SHARES}
-    told = [share for share, found in kept.items() if len({row.cell.stored for row in found.values()}) > 1]
+    shares = [share for share, largest in kept.items() if len({row.cell.stored for row in largest.values()}) > 1]
     return {
         "id": words.identifier(question),
         "suite": visible(cell.suite),
@@ -92,7 +92,7 @@ def as_json(formats: Formats) -> dict[str, Any]:
         "dense_bytes": _held(formats.dense),
         "questions": [words.identifier(part) for part in formats.parts],
         "rows": list(rows.values()),
-        "sizes": [_size(formats, share, kept[share], rows) for share in told],
+        "sizes": [_size(formats, share, kept[share], rows) for share in shares],
     }
 
 
@@ -118,27 +118,27 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
 def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the feed's entry of a size, with all policies and formats, the best first."""
     question, ids = formats.whole, list(kept)
-    found = _ranks(question, list(kept.values()))
-    shown = [rows[at] | {"rank": rank and list(rank)} for at, rank in zip(ids, found, strict=True)]
+    placed = _ranks(question, list(kept.values()))
+    shown = [rows[identifier] | {"rank": rank and list(rank)} for identifier, rank in zip(ids, placed, strict=True)]
     shown.sort(
         key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]], formats.largest) or 0.0)
     )
-    said = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure)
+    sentence = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure)
     size = (_held(formats.dense) or 0) * share
-    where = f"{model_name(question.first)}, {words.subject(question)}, in any format"
+    subject = f"{model_name(question.first)}, {words.subject(question)}, in any format"
     return {
         "share": float(share),
         "bytes": int(size),
         "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
-        "finding": said,
-        "answer": f"At 1/{share.denominator} of dense's bytes, {where}: {said}",
+        "finding": sentence,
+        "answer": f"At 1/{share.denominator} of dense's bytes, {subject}: {sentence}",
     }
 
 
 def _ranks(question: Question, rows: Sequence[Row]) -> list[Rank | None]:
     """Return the ranks of rows among each other, corrected for the number of pairs."""
     pairs = itertools.combinations(range(len(rows)), 2)
-    compared = {(i, j): found for i, j in pairs if (found := question.comparison(rows[i], rows[j])) is not None}
+    compared = {(i, j): comparison for i, j in pairs if (comparison := question.comparison(rows[i], rows[j])) is not None}
     return list(ranks(range(len(rows)), corrected(compared)).values())
 
 

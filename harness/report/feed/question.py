@@ -178,7 +178,9 @@ class Question:
         changes: dict[Pair, Change] = {}
         for capacity in self.capacities:
             rivals = itertools.combinations([self.numbers[id(row)] for row in self.at(capacity)], 2)
-            compared = {pair: found for pair in rivals if (found := self.comparison(*(self.rows[place] for place in pair)))}
+            compared = {
+                pair: comparison for pair in rivals if (comparison := self.comparison(*(self.rows[place] for place in pair)))
+            }
             changes |= corrected(compared)
         return changes
 
@@ -204,10 +206,10 @@ class Question:
         """
         pair = self.numbers[id(base)], self.numbers[id(row)]
         first, second = sorted(pair)
-        found = self.changes.get((first, second))
-        if found is None and (compared := self.comparison(self.rows[first], self.rows[second])) is not None:
-            found = compared.among()
-        return found if found is None or pair == (first, second) else found.reversed()
+        change = self.changes.get((first, second))
+        if change is None and (compared := self.comparison(self.rows[first], self.rows[second])) is not None:
+            change = compared.among()
+        return change if change is None or pair == (first, second) else change.reversed()
 
     @cached_property
     def common(self) -> Common:
@@ -273,11 +275,11 @@ def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], 
         several = len({mode for other, mode, _ in caches if other == evicts}) > 1
         alike = [r for r in [*subject, *beside] if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
         together = [r for r in alike if r.cell.stored == stored or (is_reference(r) and not r.cell.stored)]
-        found = [row for row in rows(together) if any(id(r) in names for r in row.records)]
+        measured = [row for row in rows(together) if any(id(r) in names for r in row.records)]
         shown = [r for r in together if id(r) in names]
         mode = positions if several or positions != "cache" else ""
         coded = rows([r for r in subject if is_reference(r) and r.cell.stored not in ("", stored)])
-        yield Question(measure, shown, found, evicts, mode, machine or subject[0].facts.device, stored, coded)
+        yield Question(measure, shown, measured, evicts, mode, machine or subject[0].facts.device, stored, coded)
 
 
 def _answers(record: Record) -> bool:

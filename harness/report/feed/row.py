@@ -147,11 +147,11 @@ def answers_json(row: Row) -> list[dict[str, Any]]:
             tasks.setdefault(task(record), []).append(record)
     result = []
     for name, records in tasks.items():
-        found = answers(records)
-        assert found is not None
-        low, high = found.ends or (None, None)
-        share, low, high = (None if x is None else round(x, 6) for x in (found.share, low, high))
-        counts = {"right": found.right, "questions": found.questions, "streams": len(found.streams) or None}
+        total = answers(records)
+        assert total is not None
+        low, high = total.ends or (None, None)
+        share, low, high = (None if x is None else round(x, 6) for x in (total.share, low, high))
+        counts = {"right": total.right, "questions": total.questions, "streams": len(total.streams) or None}
         result.append({"task": name, **counts, "share": share, "low": low, "high": high})
     return result
 

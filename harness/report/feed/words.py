@@ -49,8 +49,8 @@ def origin(policy: str) -> Origin:
     path = _POLICIES / f"{policy}.py"
     if not re.fullmatch(r"[a-z0-9_]+", policy) or not path.is_file():
         return Origin("a plug-in", "", "")
-    found = _CITATION.search(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
-    paper = " ".join(found[1].split()) if found else ""
+    citation = _CITATION.search(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+    paper = " ".join(citation[1].split()) if citation else ""
     number = re.search(r"arXiv:(\d{4}\.\d{4,5})", paper)
     return Origin("KV Bench", paper, number[1] if number else "")
 
@@ -78,9 +78,9 @@ def about(question: Question) -> str:
 
 def subject(question: Question) -> str:
     """The text or task, in a few words."""
-    said = text(question.first) if question.measure == "perplexity" else task(question.first)
-    said = f"{said}, {question.positions} positions" if question.positions else said
-    return f"{said}, K and V as {question.stored}" if question.stored else said
+    description = text(question.first) if question.measure == "perplexity" else task(question.first)
+    description = f"{description}, {question.positions} positions" if question.positions else description
+    return f"{description}, K and V as {question.stored}" if question.stored else description
 
 
 def text(record: Record) -> str:

@@ -55,7 +55,7 @@ def render(
 def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return each suite's entry in the index and its data: the default question's suite first, then others of its model."""
     default = next((question for question in feed["questions"] if question["id"] == feed["default"]), None)
-    found = []
+    suites = []
     for suite, version in dict.fromkeys((cell["suite"], cell["suite_version"]) for cell in feed["cells"]):
         data: dict[str, Any] = {name: [part for part in feed[name] if _suite(part) == (suite, version)] for name in _BY_SUITE}
         policies = {row["policy"] for question in data["questions"] for row in rows_of(question)}
@@ -69,9 +69,9 @@ def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dic
             "models": list(dict.fromkeys(cell["model"] for cell in data["cells"])),
             "questions": [question["id"] for question in data["questions"]],
         }
-        found.append((entry, data))
+        suites.append((entry, data))
     return sorted(
-        found,
+        suites,
         key=lambda part: default is not None and (default not in part[1]["questions"], default["model"] not in part[0]["models"]),
     )
 

@@ -90,8 +90,8 @@ def _png(shades: NDArray[Any], colours: Sequence[tuple[int, int, int]]) -> bytes
     """
     height, width = shades.shape
     places = np.linspace(0, 1, len(colours))
-    at = np.linspace(0, 1, 256)
-    palette = np.stack([np.interp(at, places, [c[i] for c in colours]) for i in range(3)], axis=1).round().astype(np.uint8)
+    levels = np.linspace(0, 1, 256)
+    palette = np.stack([np.interp(levels, places, [c[i] for c in colours]) for i in range(3)], axis=1).round().astype(np.uint8)
     pixels = (np.clip(shades, 0, 1) * 255).round().astype(np.uint8)
     lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels], axis=1)  # each line begins with its filter
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)

@@ -19,7 +19,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, number, percent, short_titles, status, table, task_line
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import row_label
-from kvbench.harness.report.task import Measures
+from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.attention.figures import figures
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Workload

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from kvbench.harness.records.figure_rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.records.rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Number, Part, Positive, Share
 from kvbench.harness.tasks.common.samples import SampleOptions
 

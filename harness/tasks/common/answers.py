@@ -11,9 +11,9 @@ from kvbench.harness.core.files import json_lines
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import answer_figures
-from kvbench.harness.records.facts import Data
+from kvbench.harness.records.figure_rules import EXACT
 from kvbench.harness.records.metrics import AnswerMetrics, Metrics
-from kvbench.harness.records.rules import EXACT
+from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.records.types import Count, Duration
 from kvbench.harness.report.markdown import bracketed, status
 from kvbench.harness.report.shares import answers, count, streams_of, too_few
@@ -22,7 +22,7 @@ from kvbench.harness.tasks.task import Task
 Context = Literal["gold", "model", "none"]
 
 
-class QuizFacts(Data):
+class QuizFacts(DataFacts):
     """Data of streams with questions."""
 
     streams: Annotated[Count | None, EXACT] = Field(None, description="number of independent streams")
@@ -37,7 +37,7 @@ class AnsweringTask(Task):
     """A task that asks questions during a stream. The trace has one line of JSON per answer."""
 
     metrics: ClassVar[type[Metrics]] = AnswerMetrics
-    data_facts: ClassVar[type[Data]] = QuizFacts
+    data_facts: ClassVar[type[DataFacts]] = QuizFacts
     trace: ClassVar[str | None] = ".answers.jsonl"
 
     @classmethod

@@ -19,15 +19,15 @@ from pydantic import Field, model_validator
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import largest, step_figures, timing
 from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.figure_rules import EXACT, MACHINE, TIME, Checked, Unchecked
 from kvbench.harness.records.metrics import Metrics, StepMetrics
-from kvbench.harness.records.rules import EXACT, MACHINE, TIME, Checked, Unchecked
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
 from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, label, md, status, table
 from kvbench.harness.report.sections import by_machine
-from kvbench.harness.report.task import Measures
 from kvbench.harness.report.task_charts import over_capacity
+from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 _LARGEST_CACHE = 2**28  # bytes of a processor's cache, from which weights and K/V may come faster than from memory
@@ -40,7 +40,7 @@ WARM_UP_STEPS = 3
 MAX_ROUND_MS = 100.0  # of one cell's part in a round, which is at least one step
 BOOKKEEPING_STEPS = 16
 _STEP_COUNT = Unchecked("depends on how many steps fit into a round")
-_IF_BOUNDED = Checked(where="bounded")
+_IF_BOUNDED = Checked(scope="bounded")
 
 
 class LatencyOptions(Options):

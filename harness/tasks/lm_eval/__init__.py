@@ -18,8 +18,8 @@ from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
 from kvbench.harness.data.lookups import KINDS, is_contained, is_exact
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import sample_figures
-from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference
@@ -42,7 +42,7 @@ class LmEval(Task):
 
     options: ClassVar[type[Options]] = LmEvalOptions
     metrics: ClassVar[type[Metrics]] = LmEvalMetrics
-    data_facts: ClassVar[type[Data]] = LmEvalFacts
+    data_facts: ClassVar[type[DataFacts]] = LmEvalFacts
     trace: ClassVar[str | None] = ".samples.jsonl"
 
     @staticmethod

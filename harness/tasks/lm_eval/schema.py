@@ -13,9 +13,9 @@ from pydantic import Field, field_validator, model_validator
 
 from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.facts import Data
+from kvbench.harness.records.figure_rules import BYTES, EXACT, PART_NATS, SUM, Unchecked, near
 from kvbench.harness.records.metrics import AnswerCounts, ScoreMetrics
-from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, SUM, Unchecked, near
+from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.records.types import Count, Number, Share
 from kvbench.harness.report.markdown import digits
 from kvbench.harness.tasks.task import Options
@@ -186,7 +186,7 @@ class LmEvalMetrics(ScoreMetrics):
         return pass_at(np.round(np.array(self.scores) * self.samples), self.samples, k)
 
 
-class LmEvalFacts(Data):
+class LmEvalFacts(DataFacts):
     """Data of a task of lm-eval."""
 
     questions: Annotated[Count | None, EXACT] = Field(None, description="number of questions")

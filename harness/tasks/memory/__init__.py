@@ -14,12 +14,12 @@ from pydantic import Field
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.figure_rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.metrics import Metrics, PeakMetrics
-from kvbench.harness.records.rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
-from kvbench.harness.report.task import Measures
+from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 

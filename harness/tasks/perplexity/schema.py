@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, look_lengths
 from kvbench.harness.data.texts import GENERATED, Source
 from kvbench.harness.records.aggregates import nll_figures
+from kvbench.harness.records.figure_rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.metrics import Look, Looks, NllMetrics
-from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
 from kvbench.harness.report.markdown import digits
 from kvbench.harness.report.pairing import mean_difference

@@ -12,8 +12,8 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
-from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
@@ -33,7 +33,7 @@ class Trace(Task):
 
     options: ClassVar[type[Options]] = TraceOptions
     metrics: ClassVar[type[Metrics]] = TraceMetrics
-    data_facts: ClassVar[type[Data]] = TraceFacts
+    data_facts: ClassVar[type[DataFacts]] = TraceFacts
     trace: ClassVar[str | None] = ".trace.jsonl"
 
     @staticmethod

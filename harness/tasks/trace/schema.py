@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from kvbench.harness.data.register_machine import LINES, REGISTERS, prompt_words, step_words
-from kvbench.harness.records.facts import Data
+from kvbench.harness.records.figure_rules import ANSWERED, BYTES, EXACT
 from kvbench.harness.records.metrics import QuestionMetrics
-from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT
+from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Share
 from kvbench.harness.tasks.task import Options
 
@@ -137,12 +137,12 @@ class TraceMetrics(QuestionMetrics):
         """Share of right answers, and their number."""
         return f"solved {self.accuracy:.1%} of {self.questions}"
 
-    def question_streams(self, options: TraceOptions, data: Data) -> int | None:
+    def question_streams(self, options: TraceOptions, data: DataFacts) -> int | None:
         """The programs, if each has several answers."""
         return options.programs if options.samples > 1 else None
 
 
-class TraceFacts(Data):
+class TraceFacts(DataFacts):
     """Data of the trace task."""
 
     steps: Annotated[Amount | None, EXACT] = Field(None, description="mean steps of a program")

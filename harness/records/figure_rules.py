@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-Where = Literal["everywhere", "same machine", "bounded"]
+Scope = Literal["everywhere", "same machine", "bounded"]
 
 # Tolerances for two runs on one machine, where only rounding may differ. Unchanged runs gave the same bits (docs/gate.md); these
 # allow for another block size.
@@ -30,14 +30,14 @@ class Checked:
         check: name of the check that reports a difference.
         absolute: largest difference allowed; 0 for equality.
         relative: the same as a share of the baseline's figure; the larger bound counts.
-        where: "everywhere"; on the "same machine" (device, instructions, threads, torch) in float32, where sums round alike; or
+        scope: "everywhere"; on the "same machine" (device, instructions, threads, torch) in float32, where sums round alike; or
             where the cache is "bounded", because the size of a dense cache depends on how many steps were timed.
     """
 
     check: str = "figures"
     absolute: float = 0.0
     relative: float = 0.0
-    where: Where = "everywhere"
+    scope: Scope = "everywhere"
 
     def allows(self, base: Any, now: Any) -> bool:
         """Whether the new record may have `now` where the baseline has `base`."""
@@ -89,13 +89,13 @@ class Compared:
 
 def near(absolute: float = 0.0, relative: float = 0.0) -> Checked:
     """Equal on the same machine, up to rounding."""
-    return Checked(absolute=absolute, relative=relative, where="same machine")
+    return Checked(absolute=absolute, relative=relative, scope="same machine")
 
 
 EXACT = Checked()
-ANSWERED = Checked(check="answers", where="same machine")
+ANSWERED = Checked(check="answers", scope="same machine")
 BYTES = Checked(check="bytes")
-BYTES_IF_BOUNDED = Checked(check="bytes", where="bounded")
+BYTES_IF_BOUNDED = Checked(check="bytes", scope="bounded")
 MACHINE = Unchecked("a fact about the machine; figures that depend on it are compared only if it is equal")
 TIME = Unchecked("one absolute time; the gate compares ratios of steps at the end of the stream")
 CODE = Unchecked("shows that code changed; the figures show whether that matters")

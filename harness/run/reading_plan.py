@@ -20,7 +20,7 @@ from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
-from kvbench.harness.report.task import OF_MACHINE
+from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.tasks.task import Task
 from kvbench.policies import Composed, Policy
 

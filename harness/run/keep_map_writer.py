@@ -24,7 +24,7 @@ from kvbench.harness.core.files import atomic_write, new_partial, put_in_place
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.facts import Facts
+from kvbench.harness.records.run_facts import Facts
 from kvbench.harness.report.keep_map import SUFFIX, Map, arrow, evictions, replayable_capacities
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.prepare import Prepared

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvbench.harness.records.rules import CODE, EXACT, MACHINE, TIME, Elsewhere, Rule, Unchecked
+from kvbench.harness.records.figure_rules import CODE, EXACT, MACHINE, TIME, Elsewhere, Rule, Unchecked
 from kvbench.harness.records.types import Amount, Count, Document, FileName, Name, Number, Part, Positive, Sha256, Whole
 
 _DRAWN = Unchecked("says what a run was asked to write, and changes rounding only")
@@ -14,7 +14,7 @@ _DRAWN = Unchecked("says what a run was asked to write, and changes rounding onl
 _MACHINES = Unchecked("depends on free memory, and changes rounding only")
 
 
-class Data(Document):
+class DataFacts(Document):
     """The data that a cell read."""
 
     other_fields: ClassVar[Rule] = EXACT  # the rule for fields that a task adds
@@ -117,7 +117,7 @@ class Failure(Document):
     traceback: list[str] = Field(default_factory=list, description="its last lines")
 
 
-class Trace(Document):
+class RecordedTrace(Document):
     """The file beside a record with figures per token, question or step."""
 
     file: FileName = Field(description="name of the file")

@@ -9,8 +9,8 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.workload import Workload
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
-from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
 
@@ -53,7 +53,7 @@ class TaskReport:
 
     Attributes:
         options: that a suite may set.
-        metrics: its figures; each field declares how the gate compares it (`records/rules.py`).
+        metrics: its figures; each field declares how the gate compares it (`records/figure_rules.py`).
         data_facts: facts that its records keep about what was read.
         trace: suffix of its file of per-token, per-question or per-step figures; None if it writes none.
         measures: decides how cells run. Figures of "quality" depend on no machine. Cells of one model that measure "time" are
@@ -64,7 +64,7 @@ class TaskReport:
 
     options: ClassVar[type[Options]]
     metrics: ClassVar[type[Metrics]] = Metrics
-    data_facts: ClassVar[type[Data]] = Data
+    data_facts: ClassVar[type[DataFacts]] = DataFacts
     trace: ClassVar[str | None] = None
     measures: ClassVar[Measures] = "quality"
 

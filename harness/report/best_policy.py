@@ -45,22 +45,26 @@ def which(records: Sequence[Record], model: str, budget: int) -> BestPolicy:
         feed(records)["questions"], key=lambda q: (q["measure"] != "perplexity", q["evict"] == once, "unseen" in q["subject"])
     )
     heads = {q["id"]: _head(q) for q in questions}
-    asked = [(heads[q["id"]], q, b["rows"]) for q in questions for b in q["budgets"] if b["capacity"] == budget]
+    columns_of_budget = [(heads[q["id"]], q, b["rows"]) for q in questions for b in q["budgets"] if b["capacity"] == budget]
     figures: dict[str, dict[str, str]] = {}
-    for head, question, rows in asked:
+    for head, question, rows in columns_of_budget:
         for row in [*question["references"], *rows]:
             shown = figures.setdefault(row["name"], {"policy": row["name"]})
             shown[head] = _figure(row, question["measure"]) + (_BEST if _leads(row) else "")
             if row["kv_share"]:
                 shown.setdefault("K/V", f"{100 * row['kv_share']:.0f} %")
             shown |= {"ms/token": digits(row["ms"], 3)} if row["ms"] is not None else {}
-    counts = Counter(row["name"] for _, _, rows in asked for row in rows if _leads(row))
+    counts = Counter(row["name"] for _, _, rows in columns_of_budget for row in rows if _leads(row))
     ordered = sorted(figures.values(), key=lambda shown: (shown["policy"] != "dense", -counts[shown["policy"]]))
-    columns = ["policy", *(head for head, _, _ in asked), *(c for c in ("K/V", "ms/token") if any(c in f for f in ordered))]
-    leaders = {head: [row["name"] for row in rows if _leads(row)] for head, _, rows in asked}
+    columns = [
+        "policy",
+        *(head for head, _, _ in columns_of_budget),
+        *(c for c in ("K/V", "ms/token") if any(c in f for f in ordered)),
+    ]
+    leaders = {head: [row["name"] for row in rows if _leads(row)] for head, _, rows in columns_of_budget}
     findings = [f"{heads[q['id']]}: {b['finding']}" for q in questions for b in q["budgets"] if b["capacity"] == budget]
     sentence = _sentence(leaders) if any(leaders.values()) else " ".join(findings) or "no policy was measured in this time."
-    measured = {head: len(rows) for head, _, rows in asked}
+    measured = {head: len(rows) for head, _, rows in columns_of_budget}
     table = [{head: row.get(head, "") for head in columns} for row in ordered]
     return BestPolicy(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", table)
 
