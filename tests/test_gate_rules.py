@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 from factories import cell_record
+from pydantic import BaseModel
 from stored import RECORDS
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.figure_rules import Checked, Elsewhere, rules
+from kvbench.harness.records.figure_rules import Checked, Elsewhere, Unchecked
 from kvbench.harness.records.run_facts import Facts, Failure, RecordedTrace
 from kvbench.harness.report.gate_figures import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
@@ -79,6 +82,28 @@ def test_a_figure_that_nobody_thought_of_is_noticed():
 
 def test_no_figure_of_a_published_record_lacks_a_rule():
     assert not without_rule(RecordStore(RECORDS).read_all()[0])
+
+
+def rules(model):
+    """Path ("curve.*.position") and own rule of each field, those of nested models included."""
+    for name, field in model.model_fields.items():
+        own = next((m for m in field.metadata if isinstance(m, (Checked, Elsewhere, Unchecked))), None)
+        inner, stars = model_in(field.annotation)
+        yield from ((f"{field.alias or name}{stars}.{deeper}", rule) for deeper, rule in (rules(inner) if inner else ()))
+        if inner is None or own is not None:
+            yield field.alias or name, own
+
+
+def model_in(annotation):
+    """The model inside an annotation, and ".*" for each list or mapping around it."""
+    if isinstance(annotation, type):
+        return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")
+    star = ".*" if typing.get_origin(annotation) in (list, dict) else ""
+    for part in typing.get_args(annotation):
+        model, stars = model_in(part)
+        if model is not None:
+            return model, star + stars
+    return None, ""
 
 
 def test_every_field_says_how_it_is_held():

@@ -25,7 +25,7 @@ from kvbench.harness.models.hub import BUILTIN, is_local_name
 from kvbench.harness.records import NUMERICS_VERSION, Problem, Record, RecordStore, digest
 from kvbench.harness.records.figure_rules import PART_NATS
 from kvbench.harness.report import gate, gate_times, verify
-from kvbench.harness.report.compare import MARGINS, differences
+from kvbench.harness.report.compare import MARKS, differences
 from kvbench.harness.report.sources import open_folder
 from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.run.request import RunRequest
@@ -101,7 +101,8 @@ def repeat(path: Path, record: Record, data: str | None, scratch: Path) -> list[
     findings = gate.check(([record], path.parent), ([again], scratch), {})
     unlike = [f"{f.check}: {f.says}" for f in findings if f.state == "regression" and f.check not in _NOT_OF_FIGURES]
     for difference in differences(record, again):
-        margin = PART_NATS if difference.metric == "nll" else MARGINS.get(difference.metric)
+        mark = MARKS.get(difference.metric)
+        margin = None if mark is None else PART_NATS if difference.metric == "nll" else mark.margin
         a, b = difference.a, difference.b
         if margin is not None and a is not None and b is not None and abs(b - a) > margin and difference.metric != "ms":
             unlike.append(f"{difference.metric} is {a:.6g} in the record, {b:.6g} measured; {margin:.3g} may lie between them")

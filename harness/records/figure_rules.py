@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -129,28 +128,6 @@ def _inside(annotation: Any, path: tuple[str, ...]) -> Rule | None:
     if origin is typing.Annotated:
         return _inside(inner[0], path)
     return _inside(inner[-1], path[1:]) if origin in (list, dict) else None
-
-
-def rules(model: type[BaseModel]) -> Iterator[tuple[str, Rule | None]]:
-    """Path ("curve.*.position") and own rule of each field, those of nested models included."""
-    for name, field in model.model_fields.items():
-        own = next((m for m in field.metadata if isinstance(m, (Checked, Elsewhere, Unchecked))), None)
-        inner, stars = _model_in(field.annotation)
-        yield from ((f"{field.alias or name}{stars}.{deeper}", rule) for deeper, rule in (rules(inner) if inner else ()))
-        if inner is None or own is not None:
-            yield field.alias or name, own
-
-
-def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The model inside an annotation, and ".*" for each list or mapping around it."""
-    if isinstance(annotation, type):
-        return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")
-    star = ".*" if typing.get_origin(annotation) in (list, dict) else ""
-    for part in typing.get_args(annotation):
-        model, stars = _model_in(part)
-        if model is not None:
-            return model, star + stars
-    return None, ""
 
 
 def compared(model: type[BaseModel]) -> dict[str, Compared]:

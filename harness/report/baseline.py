@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -140,11 +140,22 @@ def load(folder: Path) -> tuple[Baseline, list[Record]]:
     """
     _recover(folder)
     baseline = parse(folder / FILE)
-    stored = _stored(folder)
-    extra = [path for name, (path, _) in stored.items() if name not in {files.record for files in baseline.cells.values()}]
-    if extra:
-        raise UserError(f"{extra[0]}: {FILE} does not list this record: move it out of the baseline")
-    return baseline, [_listed(folder, cell_id, files, stored) for cell_id, files in baseline.cells.items()]
+    stored = {record.cell_id: (path, record) for path, record in _stored(folder)}
+    for cell_id, (path, _) in stored.items():
+        if cell_id not in baseline.cells:
+            raise UserError(f"{path}: {FILE} does not list this record: move it out of the baseline")
+    for cell_id, listed in baseline.cells.items():
+        path, record = stored.get(cell_id, (folder / listed.record, None))
+        files = None if record is None else _files(folder, path, record)
+        if files is None or (files.trace is None and listed.trace is not None):
+            file = listed.record if files is None else listed.trace
+            raise UserError(f"{folder / str(file)}: missing, but listed in {FILE}: restore it, or make a new baseline")
+        if files != listed:
+            changed = path if files.sha256 != listed.sha256 or listed.trace is None else folder / listed.trace
+            raise UserError(
+                f"{changed}: has changed since it was measured (differs from {FILE}): restore it, or make a new baseline"
+            )
+    return baseline, [stored[cell_id][1] for cell_id in baseline.cells]
 
 
 def store(folder: Path, baseline: Baseline, records: Path) -> None:
@@ -191,62 +202,42 @@ def replaceable(folder: Path) -> Path:
     return target
 
 
-def _stored(folder: Path) -> dict[str, tuple[Path, Record]]:
-    """The records of a baseline with their files, by the name of their file in a working folder.
+def _stored(folder: Path) -> Iterator[tuple[Path, Record]]:
+    """Yield the records of a baseline, each with its file.
 
     Raises:
-        UserError: a file can't be read as a record, or two are of the same cell and key.
+        UserError: a file can't be read as a record, or two are of the same cell.
     """
-    stored: dict[str, tuple[Path, Record]] = {}
+    paths: dict[str, Path] = {}
     for path, record in RecordStore(folder).files():
         if isinstance(record, Problem):
             raise UserError(f"{path}: the baseline can't be read ({record.reason})")
-        name = RecordStore(folder).path(record).relative_to(folder).as_posix()
-        if stored.setdefault(name, (path, record))[0] != path:
-            raise UserError(f"{path}: the same record as {stored[name][0]}: remove one of them")
-    return stored
+        if paths.setdefault(record.cell_id, path) != path:
+            raise UserError(f"{path}: a record of the same cell as {paths[record.cell_id]}: remove one of them")
+        yield path, record
 
 
-def _listed(folder: Path, cell_id: str, files: CellFiles, stored: Mapping[str, tuple[Path, Record]]) -> Record:
-    """A record that the baseline lists; it and its trace must match their hashes."""
-    if files.record not in stored:
-        raise UserError(f"{folder / files.record}: missing, but listed in {FILE}: restore it, or make a new baseline")
-    path, record = stored[files.record]
+def _files(folder: Path, path: Path, record: Record) -> CellFiles:
+    """Return the files of a record and their hashes; without its trace if that is missing or unreadable."""
+    name = RecordStore(folder).path(record).relative_to(folder)
     trace = open_trace(record, path.parent)
-    if trace is None and files.trace is not None:
-        raise UserError(f"{folder / files.trace}: missing, but listed in {FILE}: restore it, or make a new baseline")
-    is_changed = isinstance(trace, Problem) or (trace is not None and trace.problem(files.trace_sha256 or ""))
-    if is_changed or _digest(record) != files.sha256:
-        raise UserError(
-            f"{trace.path if is_changed and trace else path}: has changed since it was measured (sha256 differs from {FILE}): "
-            "restore it, or make a new baseline"
-        )
-    if (record.cell_id, record.status) != (cell_id, files.status):
-        raise UserError(f"{path}: its cell or status differs from {FILE}")
-    if (record.trace.sha256 if record.trace else None) != files.trace_sha256:
-        raise UserError(f"{path}: its trace differs from {FILE}")
-    return record
-
-
-def _digest(record: Record) -> str:
-    """Return the sha256 of a record's file in a working folder."""
-    return hashlib.sha256(record.as_text().encode()).hexdigest()
+    has_trace = record.trace is not None and isinstance(trace, TraceFile)
+    return CellFiles(
+        status=record.status,
+        record=name.as_posix(),
+        sha256=hashlib.sha256(record.as_text().encode()).hexdigest(),
+        trace=name.with_name(record.trace.file).as_posix() if has_trace else None,
+        trace_sha256=hashlib.sha256(trace.getbuffer()).hexdigest() if has_trace else None,
+    )
 
 
 def _list_files(folder: Path) -> dict[str, CellFiles]:
     """List all records and traces of a folder, with their hashes."""
-    listed: dict[str, CellFiles] = {}
-    for name, (path, record) in _stored(folder).items():
-        trace = open_trace(record, path.parent)
-        if record.cell_id in listed or (record.trace and not isinstance(trace, TraceFile)):
-            raise UserError(f"{path}: a duplicate record of its cell, or without its trace")
-        listed[record.cell_id] = CellFiles(
-            status=record.status,
-            record=name,
-            sha256=_digest(record),
-            trace=str(PurePosixPath(name).with_name(record.trace.file)) if record.trace else None,
-            trace_sha256=hashlib.sha256(trace.getbuffer()).hexdigest() if isinstance(trace, TraceFile) else None,
-        )
+    listed = {}
+    for path, record in _stored(folder):
+        listed[record.cell_id] = _files(folder, path, record)
+        if record.trace is not None and listed[record.cell_id].trace is None:
+            raise UserError(f"{path}: its trace is missing")
     if not listed:
         raise UserError(f"{folder}: no records")
     return listed

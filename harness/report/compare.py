@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, over_samples
+from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, median_interval, over_samples
 from kvbench.harness.records import Record
 from kvbench.harness.records.figure_rules import Compared, compared
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, SampleMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.report.difference import Difference, Traces, Verdict, judge_interval
+from kvbench.harness.report.difference import NO_ENDS, Difference, Ends, Traces, Verdict
 from kvbench.harness.report.markdown import digits, md, model_name, table, task_name, title
 from kvbench.harness.report.pairing import paired, task_version
-from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
+from kvbench.harness.report.shares import count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace
 from kvbench.harness.report.task_report import plain
 
@@ -46,8 +46,17 @@ def round_ratios(a: Record, b: Record) -> list[float] | None:
     return ratios
 
 
-# Differences too small to matter: an interval inside them is "same".
-MARGINS = {"nll": 0.001, "accuracy": 0.01, "score": 0.01, "step_ms": 0.03}
+# Differences too small to matter: an interval inside the margin is "same".
+MARKS = {
+    "nll": Compared(0.001, more_is_better=False),
+    "accuracy": Compared(0.01, more_is_better=True),
+    "score": Compared(0.01, more_is_better=True),
+    "step_ms": Compared(0.03, more_is_better=False),
+}
+_BYTES = {name: Compared(0.0, more_is_better=False) for name in ("kv_bytes", "state_bytes")}  # of every task
+_KINDS = (NllMetrics, QuestionMetrics, StepMetrics, PeakMetrics)  # of them, only declared figures are compared besides
+COSTS = ("step_ms", *_BYTES)
+_UNCHANGED = (0.0, 0.0)
 _ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
 
 
@@ -63,43 +72,49 @@ def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Dif
         verdict: Verdict = "same" if a.status == b.status else "worse" if a.status == "ok" else "better"
         kinds = ["ok" if r.status == "ok" else r.error.kind if r.error else r.status for r in (a, b)]
         return [Difference("status", None, None, None, None, None, verdict, " -> ".join(kinds))]
-    sizes = _bytes("kv_bytes", a.metrics.kv_bytes, b.metrics.kv_bytes)
-    sizes += _bytes("state_bytes", a.metrics.state_bytes, b.metrics.state_bytes)
-    of_kind = [*nll(a, b, traces), *accuracy(a, b), *score(a, b), *step_time(a, b)]
-    return [*of_kind, *_declared(a, b), *sizes]
+    of_kind = [nll(a, b, traces), accuracy(a, b), score(a, b), step_time(a, b)]
+    return [*(difference for difference in of_kind if difference is not None), *_plain_figures(a, b)]
 
 
-_KINDS = (NllMetrics, QuestionMetrics, StepMetrics, PeakMetrics)  # of them, only declared figures are compared besides
-_OF_EVERY_TASK = ("kv_bytes", "state_bytes")
+def mark_of(metric: str, record: Record) -> Compared | None:
+    """Return how a metric is judged; None if its task does not say whether more is better."""
+    scores = record.measured(ScoreMetrics) if metric == "score" else None
+    mark = MARKS.get(metric) or _BYTES.get(metric) or compared(type(record.metrics)).get(metric)
+    return mark if mark is None or scores is None else replace(mark, more_is_better=scores.higher_is_better)
 
 
-def _declared(a: Record, b: Record) -> list[Difference]:
-    """Compare the figures that declare which way is better; without any, all plain numbers of metrics of no kind."""
-    x, y, marks = plain(a), plain(b), compared(type(b.metrics))
-    names = marks or ([] if isinstance(b.metrics, _KINDS) else x)
-    return [_of_figure(a, b, name, marks.get(name)) for name in names if name in x and name in y and name not in _OF_EVERY_TASK]
+def _plain_figures(a: Record, b: Record) -> Iterator[Difference]:
+    """Compare the figures that declare which way is better, then bytes; all plain numbers of metrics of no kind."""
+    x, y = plain(a), plain(b)
+    declared = compared(type(b.metrics)) or ({} if isinstance(b.metrics, _KINDS) else x)
+    for name in (*(name for name in declared if name not in _BYTES), *_BYTES):
+        if name in x and name in y:
+            yield _figure(a, b, name, x[name], y[name])
 
 
-def _of_figure(a: Record, b: Record, name: str, mark: Compared | None) -> Difference:
-    x, y = plain(a)[name], plain(b)[name]
-    change = y - x
+def _figure(a: Record, b: Record, name: str, x: float, y: float) -> Difference:
+    mark, change = mark_of(name, b), y - x
+    if mark is None and not change:
+        return Difference(name, x, y, 0.0, 0.0, 0.0, "same")
     if mark is None:
-        if not change:
-            return Difference(name, x, y, 0.0, 0.0, 0.0, "same")
-        return Difference(name, x, y, change, None, None, "can't tell", "the task does not say whether more is better")
-    low, high, why = (change, change, "") if not mark.sums else _by_sample(a, b, mark.sums)
-    return Difference(name, x, y, change, low, high, judge_interval(low, high, mark.margin, mark.more_is_better), why)
+        return Difference.judged(name, x, y, change, NO_ENDS, None, "the task does not say whether more is better")
+    ends, why = _by_sample(a, b, mark.sums) if mark.sums else ((change, change), "")
+    return Difference.judged(name, x, y, change, ends, mark, why)
 
 
-def _by_sample(a: Record, b: Record, sums: str) -> tuple[float | None, float | None, str]:
+def _by_sample(a: Record, b: Record, sums: str) -> tuple[Ends, str]:
     """The interval of b's mean minus a's, paired sample by sample, or why there is none. sums: of each sample."""
     ours, theirs = a.measured(SampleMetrics), b.measured(SampleMetrics)
     same_size = ours is not None and theirs is not None and (ours.samples, ours.tokens) == (theirs.samples, theirs.tokens)
     if ours is None or not same_size or a.data.ids_sha256 != b.data.ids_sha256:
-        return None, None, "different samples"
+        return NO_ENDS, "different samples"
     less, more = (np.array(attrgetter(sums)(record.metrics), np.float64) for record in (a, b))
     mean = over_samples(more - less, ours.tokens // ours.samples)
-    return mean.low, mean.high, "" if mean.low is not None else "the samples are too short for an interval"
+    return _ends(mean), "" if mean.low is not None else "the samples are too short for an interval"
+
+
+def _ends(interval: Interval) -> Ends:
+    return NO_ENDS if interval.low is None or interval.high is None else (interval.low, interval.high)
 
 
 def largest_difference(traces: Traces) -> float | None:
@@ -129,38 +144,36 @@ def setup_changes(a: Record, b: Record, *packages: str) -> str:
     return ", ".join(f"{n} {x} -> {y}" for n, x, y in pairs if x not in (None, "") and y not in (None, "") and x != y)
 
 
-def nll(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]:
+def nll(a: Record, b: Record, traces: Traces = (None, None)) -> Difference | None:
     """NLL of a text, paired on the tokens that both scored."""
     ours, theirs = a.measured(NllMetrics), b.measured(NllMetrics)
     if ours is None or theirs is None:
-        return []
-    x, y = ours.nll, theirs.nll
+        return None
+    x, y, mark = ours.nll, theirs.nll, MARKS["nll"]
     if ours == theirs:
-        return [Difference("nll", x, y, 0.0, 0.0, 0.0, "same", "identical to the last digit")]
-    difference = paired(b, a, trend=a.cell_id == b.cell_id)
-    if difference is None:
-        return [Difference("nll", x, y, None, None, None, "can't tell", "different tokens, or a trend past the training length")]
-    why = "" if difference.low is not None else "the text is too short for an interval"
+        return Difference.judged("nll", x, y, 0.0, _UNCHANGED, mark, "identical to the last digit")
+    interval = paired(b, a, trend=a.cell_id == b.cell_id)
+    if interval is None:
+        return Difference.judged("nll", x, y, None, NO_ENDS, mark, "different tokens, or a trend past the training length")
     largest = largest_difference(traces) if a.cell_id == b.cell_id else None
-    why += f"{'; ' if why else ''}largest difference of a token: {largest:.2g}" if largest is not None else ""
-    verdict = judge_interval(difference.low, difference.high, MARGINS["nll"])
-    return [Difference("nll", x, y, difference.mean, difference.low, difference.high, verdict, why)]
+    reasons = ["the text is too short for an interval"] if interval.low is None else []
+    reasons += [f"largest difference of a token: {largest:.2g}"] if largest is not None else []
+    return Difference.judged("nll", x, y, interval.mean, _ends(interval), mark, "; ".join(reasons))
 
 
-def accuracy(a: Record, b: Record) -> list[Difference]:
+def accuracy(a: Record, b: Record) -> Difference | None:
     """Share of right answers, paired question by question."""
     ours, theirs = a.measured(QuestionMetrics), b.measured(QuestionMetrics)
     if ours is None or theirs is None or ours.accuracy is None or theirs.accuracy is None:
-        return []
-    x, y = ours.accuracy, theirs.accuracy
+        return None
+    x, y, mark = ours.accuracy, theirs.accuracy, MARKS["accuracy"]
     if task_version(a) != task_version(b):
-        return [Difference("accuracy", x, y, y - x, None, None, "can't tell", "answers were judged by different rules")]
+        return Difference.judged("accuracy", x, y, y - x, NO_ENDS, mark, "answers were judged by different rules")
     same_questions = a.cell.options == b.cell.options and a.data.ids_sha256 == b.data.ids_sha256
     if same_questions and a.cell_id == b.cell_id and ours.outcomes == theirs.outcomes:
-        return [Difference("accuracy", x, y, 0.0, 0.0, 0.0, "same", "the same answers are right")]
+        return Difference.judged("accuracy", x, y, 0.0, _UNCHANGED, mark, "the same answers are right")
     ends, why = _share_difference(a, ours, b, theirs, same_questions)
-    low, high = ends or (None, None)
-    return [Difference("accuracy", x, y, y - x, low, high, judge_interval(low, high, MARGINS["accuracy"], True), why)]
+    return Difference.judged("accuracy", x, y, y - x, ends or NO_ENDS, mark, why)
 
 
 def _share_difference(
@@ -181,49 +194,42 @@ def _share_difference(
     return shares((ours.right or 0, ours.questions), (theirs.right or 0, theirs.questions)), "different questions"
 
 
-def score(a: Record, b: Record) -> list[Difference]:
+def score(a: Record, b: Record) -> Difference | None:
     """Scores of questions that are not just right or wrong, paired question by question."""
     ours, theirs = a.measured(ScoreMetrics), b.measured(ScoreMetrics)
     if ours is None or theirs is None or ours.scores is None or theirs.scores is None:
-        return []
-    x, y = ours.score, theirs.score
+        return None
+    x, y, mark = ours.score, theirs.score, mark_of("score", b)
     if a.data.ids_sha256 != b.data.ids_sha256 or ours.metric != theirs.metric:
-        return [Difference("score", x, y, y - x, None, None, "can't tell", "different questions")]
+        return Difference.judged("score", x, y, y - x, NO_ENDS, mark, "different questions")
     if a.cell_id == b.cell_id and ours.scores == theirs.scores:
-        return [Difference("score", x, y, 0.0, 0.0, 0.0, "same", "the same score for every question")]
+        return Difference.judged("score", x, y, 0.0, _UNCHANGED, mark, "the same score for every question")
     off = np.array(theirs.scores) - np.array(ours.scores)
     if len(off) < MIN_BLOCKS:
-        return [Difference("score", x, y, y - x, None, None, "can't tell", f"{len(off)} questions are too few")]
+        return Difference.judged("score", x, y, y - x, NO_ENDS, mark, f"{len(off)} questions are too few")
     mean = clustered(off, np.ones(len(off)) if theirs.weights is None else np.array(theirs.weights))
-    verdict = judge_interval(mean.low, mean.high, MARGINS["score"], theirs.higher_is_better)
-    return [Difference("score", x, y, y - x, mean.low, mean.high, verdict, "question by question")]
+    return Difference.judged("score", x, y, y - x, _ends(mean), mark, "question by question")
 
 
-def step_time(a: Record, b: Record) -> list[Difference]:
+def step_time(a: Record, b: Record) -> Difference | None:
     """Time of a decode step, compared round by round if both were timed in the same rounds."""
     ours, theirs = a.measured(StepMetrics), b.measured(StepMetrics)
     if ours is None or theirs is None:
-        return []
+        return None
     x, y = ours.step_ms, theirs.step_ms
-    elsewhere = setup_changes(a, b)
-    if elsewhere:
-        return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", elsewhere)]
+    ends, why = (NO_ENDS, elsewhere) if (elsewhere := setup_changes(a, b)) else _ratio_ends(ours, theirs)
+    return Difference.judged("step_ms", x, y, y / x - 1, ends, MARKS["step_ms"], why)
+
+
+def _ratio_ends(ours: StepMetrics, theirs: StepMetrics) -> tuple[Ends, str]:
+    """The interval of the ratio of their step times, less 1; and what was compared, or why there is none."""
     if ours.together == theirs.together:
         low, high = median_interval([j / i - 1 for i, j in zip(ours.rounds_ms, theirs.rounds_ms, strict=False)])
         why = "round by round"
     else:
         (low_a, high_a), (low_b, high_b) = median_interval(ours.rounds_ms), median_interval(theirs.rounds_ms)
         low, high, why = low_b / high_a - 1, high_b / low_a - 1, "two runs; the interval does not include variation between runs"
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", "too few rounds")]
-    return [Difference("step_ms", x, y, y / x - 1, low, high, judge_interval(low, high, MARGINS["step_ms"]), why)]
-
-
-def _bytes(name: str, a: int | None, b: int | None) -> list[Difference]:
-    if a is None or b is None:
-        return []
-    x, y = float(a), float(b)
-    return [Difference(name, x, y, y - x, y - x, y - x, "same" if x == y else "worse" if y > x else "better")]
+    return ((low, high), why) if math.isfinite(low) and math.isfinite(high) else (NO_ENDS, "too few rounds")
 
 
 def matched(a: Sequence[Record], b: Sequence[Record]) -> list[tuple[Record, Record]]:

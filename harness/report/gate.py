@@ -9,11 +9,9 @@ from pathlib import Path
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import Record
-from kvbench.harness.records.figure_rules import compared
-from kvbench.harness.records.metrics import ScoreMetrics
 from kvbench.harness.report import gate_figures, gate_times
-from kvbench.harness.report.compare import MARGINS, cell_name, differences
-from kvbench.harness.report.difference import Difference
+from kvbench.harness.report.compare import COSTS, cell_name, differences, mark_of
+from kvbench.harness.report.difference import Verdict, judge_interval
 from kvbench.harness.report.gate_figures import Pair, Result, State
 from kvbench.harness.report.gate_times import Band
 
@@ -21,7 +19,7 @@ CODES: dict[State, Exit] = {"regression": Exit.NO, "better": Exit.NO, "could not
 _ORDER: tuple[State, ...] = ("regression", "better", "could not compare", "not compared", "ok")
 _BAD: dict[State, str] = {"regression": "worse", "better": "better", "could not compare": "could not be compared"}
 _FEWEST_COMPARED = 0.75  # of all checks: with fewer, a verdict says little
-_QUALITY = {name: MARGINS[name] for name in ("nll", "accuracy", "score")}
+_STATES: dict[Verdict, State] = {"worse": "regression", "better": "better", "same": "ok", "can't tell": "ok"}
 Measured = tuple[Sequence[Record], Path]  # records, and the folder of their files and traces
 
 
@@ -54,24 +52,20 @@ def check(base: Measured, now: Measured, bands: Mapping[str, Band], refused: str
         bands: the baseline's latency bands, by cell id.
         refused: why the model is now refused, so that nothing was measured; empty if it is not.
     """
-    ours = {r.cell_id: r for r in now[0]}
-    findings = []
+    missing: Result = ("status", "could not compare", "the cell has no record: measure it")
+    if refused:
+        missing = ("status", "regression", f"the model is refused: {refused}")
+    ours, findings = {r.cell_id: r for r in now[0]}, []
     for record in base[0]:
         other = ours.get(record.cell_id)
-        if other is not None:
-            results = _all_checks(Pair(record, other, (base[1], now[1]), now[0], base[0]), bands)
-        elif refused:
-            results = iter([("status", "regression", f"the model is refused: {refused}")])
-        else:
-            results = iter([("status", "could not compare", "the cell has no record: measure it")])
-        name = cell_name(record, other or record)
+        pair = None if other is None else Pair(record, other, (base[1], now[1]), now[0], base[0])
+        name, results = cell_name(record, other or record), [missing] if pair is None else _all_checks(pair, bands)
         findings += [Finding(name, record.cell_id, *result) for result in results]
-    return in_order(findings)
+    return sorted(findings, key=_severity)
 
 
-def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Regressions first."""
-    return sorted(findings, key=lambda f: _ORDER.index(f.state))
+def _severity(finding: Finding) -> int:
+    return _ORDER.index(finding.state)
 
 
 def exit_code(findings: Sequence[Finding], allow_better: bool = False) -> Exit:
@@ -121,29 +115,29 @@ def remeasure(
     differing = [f for f in findings if f.check in gate_times.CHECKS and f.state in ("regression", "better")]
     repeats = {(f.cell_id, f.check): [f] for f in differing}
     while undecided := {key for key, measured in repeats.items() if _majority(measured) is None}:
-        records = measure({cell_id for cell_id, _ in undecided})
-        latest = {(f.cell_id, f.check): f for f in _check_times(base, records, bands)}
-        for key in undecided:
-            failed = replace(repeats[key][0], state="could not compare", says="the cell failed when measured again")
-            repeats[key].append(latest.get(key, failed))
+        run = measure({cell_id for cell_id, _ in undecided})
+        for cell_id, name in undecided:
+            repeats[cell_id, name].append(_repeated(repeats[cell_id, name][0], base, run, bands))
     decided = {key: _majority(measured) for key, measured in repeats.items()}
-    return in_order([decided.get((f.cell_id, f.check)) or f for f in findings])
+    return sorted((decided.get((f.cell_id, f.check)) or f for f in findings), key=_severity)
 
 
 def _majority(repeats: Sequence[Finding]) -> Finding | None:
     """A finding that two measurements agree on, or the last of three; None if another measurement is needed."""
-    for finding in reversed(repeats):
-        if [f.state for f in repeats].count(finding.state) >= 2:
-            return finding
-    return repeats[-1] if len(repeats) >= 3 else None
+    states = [f.state for f in repeats]
+    agreed = next((f for f in reversed(repeats) if states.count(f.state) >= 2), None)
+    return agreed or (repeats[-1] if len(repeats) >= 3 else None)
 
 
-def _check_times(base: Sequence[Record], run: Sequence[Record], bands: Mapping[str, Band]) -> Iterator[Finding]:
-    """Check only time and memory, of the cells that were measured without failure."""
-    ours = {r.cell_id: r for r in run if r.status == "ok"}
-    for record in (r for r in base if r.cell_id in ours):
-        for result in gate_times.timed(Pair(record, ours[record.cell_id], (Path(), Path()), run, base), bands):
-            yield Finding(cell_name(record, record), record.cell_id, *result)
+def _repeated(finding: Finding, base: Sequence[Record], run: Sequence[Record], bands: Mapping[str, Band]) -> Finding:
+    """Repeat the check of a finding with the records of another run."""
+    before, now = (
+        next((r for r in records if (r.cell_id, r.status) == (finding.cell_id, "ok")), None) for records in (base, run)
+    )
+    results = () if before is None or now is None else gate_times.timed(Pair(before, now, (Path(), Path()), run, base), bands)
+    failed: Result = (finding.check, "could not compare", "the cell failed when measured again")
+    check, state, says = next((result for result in results if result[0] == finding.check), failed)
+    return replace(finding, check=check, state=state, says=says)
 
 
 def _all_checks(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
@@ -155,51 +149,29 @@ def _all_checks(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
 
 
 def _cell(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
-    failed = gate_figures.status(pair.base, pair.now)
-    if failed is not None:
-        yield failed
+    unusable = gate_figures.status(pair.base, pair.now) or gate_figures.different_data(pair)
+    if unusable is not None:
+        yield unusable
         return
-    difference = gate_figures.different_data(pair)
-    if difference:
-        yield "data", "could not compare", difference
-        return
-    for run_check in (
-        gate_figures.method,
-        gate_figures.consistent,
-        gate_figures.exactness,
-        gate_figures.table,
-        gate_figures.answers,
-        gate_figures.flags,
-        _quality,
-    ):
-        yield from run_check(pair)
+    for check_figures in (*gate_figures.CHECKS, _quality):
+        yield from check_figures(pair)
     yield from gate_times.timed(pair, bands)
 
 
 def _quality(pair: Pair) -> Iterator[Result]:
-    """Paired mean differences with their intervals; they decide wherever rounding differs."""
-    marks = {name: mark.margin for name, mark in compared(type(pair.now.metrics)).items()}
+    """Paired mean differences with their intervals; they decide wherever rounding differs.
+
+    Without an interval, the margin allows for rounding.
+    """
     for difference in differences(pair.base, pair.now):
-        margin = _QUALITY.get(difference.metric) or marks.get(difference.metric)
-        if margin is None:
+        mark = None if difference.metric in COSTS else mark_of(difference.metric, pair.now)
+        if mark is None:
             continue
-        states: dict[str, State] = {"worse": "regression", "better": "better"}
-        state = states.get(difference.verdict, "ok")
+        change, verdict, interval = difference.change, difference.verdict, ""
         if difference.low is None:
-            loss = _loss(difference, pair.now)  # without an interval, the margin allows for rounding
-            state = "could not compare" if loss is None else _state_of(loss, margin)
-        interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]" if difference.low is not None else ""
-        change = "" if difference.change is None else f"{difference.change:+.4g}{interval}"
-        yield "quality", state, f"{difference.metric} {difference.a:.5g} -> {difference.b:.5g}: {change} {difference.why}".strip()
-
-
-def _state_of(loss: float, margin: float) -> State:
-    return "ok" if abs(loss) <= margin else "regression" if loss > 0 else "better"
-
-
-def _loss(difference: Difference, record: Record) -> float | None:
-    """How much worse, in the metric's unit; negative if better."""
-    scores = record.measured(ScoreMetrics)
-    if difference.change is None or difference.metric == "nll" or (scores is not None and not scores.higher_is_better):
-        return difference.change
-    return -difference.change
+            verdict = judge_interval(change, change, mark.margin, mark.more_is_better)
+        else:
+            interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]"
+        state: State = "could not compare" if change is None else _STATES[verdict]
+        shown = "" if change is None else f"{change:+.4g}{interval}"
+        yield "quality", state, f"{difference.metric} {difference.a:.5g} -> {difference.b:.5g}: {shown} {difference.why}".strip()

@@ -17,7 +17,7 @@ from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.figure_rules import RUN_NATS, SUM, Checked, Rule, rule_in
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.records.types import Document
-from kvbench.harness.report.compare import setup_changes, token_differences
+from kvbench.harness.report.compare import differences, setup_changes, token_differences
 from kvbench.harness.report.difference import Traces
 from kvbench.harness.report.sources import find_trace
 from kvbench.harness.report.verify import problems
@@ -201,11 +201,8 @@ def answers(pair: Pair) -> Iterator[Result]:
     answered = {} if pair.rounding_differs and not pair.between_cpus else _judged_otherwise(pair) | _changed(base, now, None)
     allowed = 0 if not pair.between_cpus else 1 if pair.by_position else max(1, int(MAX_MOVED * len(base)))
     if other_questions or len(answered) > allowed:
-        yield (
-            "answers",
-            "regression",
-            _first([f"question {number}: {says}" for number, says in (other_questions or answered).items()]),
-        )
+        changes = [f"question {number}: {change}" for number, change in (other_questions or answered).items()]
+        yield "answers", "regression", _first(changes)
     else:
         but = f", except {len(answered)}; rounding may change {allowed}" if answered else ""
         yield "answers", "ok", f"{len(base)} questions and their answers as in the baseline{but}"
@@ -270,14 +267,14 @@ def flags(pair: Pair) -> Iterator[Result]:
         yield "flags", "ok", _first(new) or "none"
 
 
-def different_data(pair: Pair) -> str:
-    """Describe how text, task version or weights differ, so that figures can't be compared; empty if they agree."""
+def different_data(pair: Pair) -> Result | None:
+    """Describe how text, task version or weights differ, so that figures can't be compared; None if they agree."""
     texts = ("text (token ids)", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
     versions = ("version of the task", pair.base.data.task_version or "first", pair.now.data.task_version or "first")
     for what, base, now in (texts, versions, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):
         if base != now and base:
-            return f"different {what}: {base[:8]} -> {now[:8]}"
-    return ""
+            return "data", "could not compare", f"different {what}: {base[:8]} -> {now[:8]}"
+    return None
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -304,5 +301,8 @@ def status(base: Record, now: Record) -> Result | None:
     """Compare the status of a cell that failed then or now; None if neither failed."""
     if base.status == "ok" and now.status == "ok":
         return None
-    kinds = ["ok" if r.status == "ok" else r.error.kind if r.error else "failed" for r in (base, now)]
-    return "status", "regression" if base.status == "ok" else "ok", f"{kinds[0]} -> {kinds[1]}"
+    (difference,) = differences(base, now)
+    return "status", "regression" if difference.verdict == "worse" else "ok", difference.why
+
+
+CHECKS = (method, consistent, exactness, table, answers, flags)  # in the order of findings

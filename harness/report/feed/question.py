@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
-from kvbench.harness.report.compare import MARGINS
+from kvbench.harness.report.compare import MARKS
 from kvbench.harness.report.difference import Verdict, judge_interval
 from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, past_training
 from kvbench.harness.report.ranks import Change, Comparison, Pair, Rank, answer_comparison, corrected, nll_comparison, ranks
@@ -58,7 +58,7 @@ def loss(question: Question, row: Row, base: Row | None) -> Loss | None:
 def loss_of(measure: Measure, base: Row, change: Change) -> Loss:
     """The change from a row, as a loss to it."""
     of_text = measure == "perplexity"
-    verdict = judge_interval(change.low, change.high, MARGINS["nll" if of_text else "accuracy"])
+    verdict = judge_interval(change.low, change.high, MARKS["nll" if of_text else "accuracy"].margin)
     ends = change.value, change.low, change.high
     value, low, high = (None if x is None else percent(x) if of_text else 100 * x for x in ends)
     assert value is not None
