@@ -157,50 +157,57 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
 
     The rest is for the heading, where the run has several: texts or tasks, modes of positions, machines.
     """
-    policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
+    policies = _policies(records)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
     together, tasks = Question("perplexity", scored, policies, "", "", ""), {task for row in policies for task in _answered(row)}
     nlls = [together.figure(row) for row in policies]
     shares = [row.answers.share if row.answers and set(_answered(row)) == tasks else None for row in policies]
-    capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
-    columns = {
-        "policy": short_names(policies),
-        "capacity": [_capacity(row) for row in policies],
+    quality = {
         "perplexity": [_perplexity(row, nll) for row, nll in zip(policies, nlls, strict=True)],
         "right": ["" if share is None else f"{100 * share:.0f} %" for share in shares],
         "result": [_other_figure(row) for row in policies],
-        **_costs(policies),
-        "status": [_status(row.records) for row in policies],
     }
-    shown = _shown(columns)
     longer = _longer_text(scored)
     notes = [f"For intervals, read a longer text: {longer}."] if longer else []
-    if "–" in columns["perplexity"]:
+    if "–" in quality["perplexity"]:
         notes.append("–: no mean perplexity, because the text is longer than those of the model's training.")
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     if any(nll and row.nll and not math.isclose(nll, row.nll, rel_tol=1e-6) for nll, row in zip(nlls, policies, strict=True)):
         notes.append("Perplexity in the table is over the tokens after the cache has filled.")
-    parts = [subject, f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
-    heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
-    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*_findings(records), *notes])
+    return _costed(policies, quality, (subject, positions, machine), [*_findings(records), *notes])
 
 
 def _overview(records: Sequence[Record], positions: str, machine: str) -> Table:
     """A row per policy with its perplexity on each text, its times and its bytes."""
-    policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
-    capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
-    columns = {"policy": short_names(policies), "capacity": [_capacity(row) for row in policies]}
-    texts = _texts(records)
+    policies, texts = _policies(records), _texts(records)
     short = [words.text(record).split(",")[0] for record in texts.values()]
     names = short if len(set(short)) == len(short) else [words.text(record) for record in texts.values()]
+    quality = {}
     for name, text in zip(names, texts, strict=True):
         read = [Row([r for r in row.records if r.measures(NllMetrics) and question(r) == text]) for row in policies]
-        columns[f"perplexity, {name}"] = [_perplexity(row, row.nll) if row.records else "" for row in read]
-    columns |= _costs(policies) | {"status": [_status(row.records) for row in policies]}
-    parts = [f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
-    heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
-    shown = _shown(columns)
-    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [])
+        quality[f"perplexity, {name}"] = [_perplexity(row, row.nll) if row.records else "" for row in read]
+    return _costed(policies, quality, ("", positions, machine), [])
+
+
+def _policies(records: Sequence[Record]) -> list[Row]:
+    return sorted(rows(records), key=lambda row: row.cell.capacity or 0)
+
+
+def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tuple[str, str, str], notes: Sequence[str]) -> Table:
+    """The table of these columns, those of costs and the status; columns that say nothing are left out.
+
+    context: subject, mode of positions and machine, each empty if all tables of the run have the same.
+    """
+    capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
+    columns = {"policy": short_names(policies), "capacity": [_capacity(row) for row in policies]} | quality | _costs(policies)
+    columns["status"] = [_status(row.records) for row in policies]
+    if len(set(columns["capacity"]) - {"all"}) < 2 and "its own" not in columns["capacity"]:
+        del columns["capacity"]
+    shown = {head: cells for head, cells in columns.items() if any(cells)}
+    subject, positions, machine = context
+    parts = [_heading(policies[0].records[0], capacities), subject, positions and f"positions {positions}"]
+    heading = visible(", ".join(part for part in [*parts, machine and f"on {machine}"] if part))
+    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), notes)
 
 
 def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
@@ -216,13 +223,6 @@ def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
         "TPOT ms": ["" if m is None else digits(m.step_ms, 3) for m in times],
         "tokens/s": ["" if rate is None else f"{rate:,.0f}" for rate in rates],
     }
-
-
-def _shown(columns: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The columns that say something: the capacity only if there are several, or one is a cache's own."""
-    capacities = {cell for cell in columns["capacity"] if cell != "all"}
-    alone = len(capacities) < 2 and "its own" not in capacities
-    return {head: cells for head, cells in columns.items() if any(cells) and not (alone and head == "capacity")}
 
 
 def _longer_text(records: Sequence[Record]) -> str:

@@ -332,13 +332,6 @@ def on_common(record: Record, common: Common) -> Record | None:
     return replace(record, metrics=figures)
 
 
-def common_perplexity(record: Record, common: Common) -> float | None:
-    """Perplexity over these tokens; None if not measured."""
-    shared = on_common(record, common)
-    metrics = None if shared is None else shared.measured(NllMetrics)
-    return None if metrics is None else metrics.perplexity
-
-
 def describe_tokens(records: Sequence[Record], common: Common) -> str:
     """Describe the tokens that every row covers."""
     if common.read is not None:
