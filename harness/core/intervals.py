@@ -54,6 +54,9 @@ class Spread(NamedTuple):
     looks: int
 
 
+Ends = tuple[float, float]  # of an interval
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean over tokens and its confidence interval.
@@ -85,9 +88,14 @@ class Interval:
         return _with_ends(self.mean, self.block, self.blocks, self.spread._replace(looks=self.spread.looks * comparisons))
 
     @property
+    def ends(self) -> Ends | None:
+        """Both ends; None if the text is too short for an interval."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
     def half_width(self) -> float | None:
         """Half the distance between its ends; None if the text is too short for an interval."""
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+        return None if self.ends is None else (self.ends[1] - self.ends[0]) / 2
 
 
 def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int, looks: int = 1) -> Interval:

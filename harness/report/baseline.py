@@ -219,15 +219,14 @@ def _stored(folder: Path) -> Iterator[tuple[Path, Record]]:
 
 def _files(folder: Path, path: Path, record: Record) -> CellFiles:
     """Return the files of a record and their hashes; without its trace if that is missing or unreadable."""
-    name = RecordStore(folder).path(record).relative_to(folder)
-    trace = open_trace(record, path.parent)
-    has_trace = record.trace is not None and isinstance(trace, TraceFile)
+    name, opened = RecordStore(folder).path(record).relative_to(folder), open_trace(record, path.parent)
+    trace = (record.trace, opened) if record.trace is not None and isinstance(opened, TraceFile) else None
     return CellFiles(
         status=record.status,
         record=name.as_posix(),
         sha256=hashlib.sha256(record.as_text().encode()).hexdigest(),
-        trace=name.with_name(record.trace.file).as_posix() if has_trace else None,
-        trace_sha256=hashlib.sha256(trace.getbuffer()).hexdigest() if has_trace else None,
+        trace=None if trace is None else name.with_name(trace[0].file).as_posix(),
+        trace_sha256=None if trace is None else hashlib.sha256(trace[1].getbuffer()).hexdigest(),
     )
 
 

@@ -109,15 +109,11 @@ class Chart:
         name: file name, without suffix.
         alt: description for readers who can't see it.
         spec: Vega-Lite, without theme.
-        suite: of its records; empty if it shows none.
-        model: of its records; empty if it shows none.
     """
 
     name: str
     alt: str
     spec: dict[str, Any]
-    suite: str = ""
-    model: str = ""
 
     @classmethod
     def from_record(cls, record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -> Self:
@@ -131,7 +127,7 @@ class Chart:
             spec: Vega-Lite, without theme.
         """
         suite, model = record.cell.suite, record.cell.model.id
-        return cls(file_name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), make_visible(spec), suite, model)
+        return cls(file_name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), make_visible(spec))
 
     def markdown(self) -> str:
         """A `<picture>` with a light and a dark drawing."""

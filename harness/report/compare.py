@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, median_interval, over_samples
+from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, clustered, median_interval, over_samples
 from kvbench.harness.records import Record
 from kvbench.harness.records.figure_rules import Compared, compared
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, SampleMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.report.difference import NO_ENDS, Difference, Ends, Traces, Verdict
+from kvbench.harness.report.difference import Difference, Traces, Verdict
 from kvbench.harness.report.markdown import digits, md, model_name, table, task_name, title
 from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.shares import count, difference_ends, shares, streams_of, too_few
@@ -97,24 +97,20 @@ def _figure(a: Record, b: Record, name: str, x: float, y: float) -> Difference:
     if mark is None and not change:
         return Difference(name, x, y, 0.0, 0.0, 0.0, "same")
     if mark is None:
-        return Difference.judged(name, x, y, change, NO_ENDS, None, "the task does not say whether more is better")
+        return Difference.judged(name, x, y, change, None, None, "the task does not say whether more is better")
     ends, why = _by_sample(a, b, mark.sums) if mark.sums else ((change, change), "")
     return Difference.judged(name, x, y, change, ends, mark, why)
 
 
-def _by_sample(a: Record, b: Record, sums: str) -> tuple[Ends, str]:
+def _by_sample(a: Record, b: Record, sums: str) -> tuple[Ends | None, str]:
     """The interval of b's mean minus a's, paired sample by sample, or why there is none. sums: of each sample."""
     ours, theirs = a.measured(SampleMetrics), b.measured(SampleMetrics)
     same_size = ours is not None and theirs is not None and (ours.samples, ours.tokens) == (theirs.samples, theirs.tokens)
     if ours is None or not same_size or a.data.ids_sha256 != b.data.ids_sha256:
-        return NO_ENDS, "different samples"
+        return None, "different samples"
     less, more = (np.array(attrgetter(sums)(record.metrics), np.float64) for record in (a, b))
     mean = over_samples(more - less, ours.tokens // ours.samples)
-    return _ends(mean), "" if mean.low is not None else "the samples are too short for an interval"
-
-
-def _ends(interval: Interval) -> Ends:
-    return NO_ENDS if interval.low is None or interval.high is None else (interval.low, interval.high)
+    return mean.ends, "" if mean.low is not None else "the samples are too short for an interval"
 
 
 def largest_difference(traces: Traces) -> float | None:
@@ -154,11 +150,11 @@ def nll(a: Record, b: Record, traces: Traces = (None, None)) -> Difference | Non
         return Difference.judged("nll", x, y, 0.0, _UNCHANGED, mark, "identical to the last digit")
     interval = paired(b, a, trend=a.cell_id == b.cell_id)
     if interval is None:
-        return Difference.judged("nll", x, y, None, NO_ENDS, mark, "different tokens, or a trend past the training length")
+        return Difference.judged("nll", x, y, None, None, mark, "different tokens, or a trend past the training length")
     largest = largest_difference(traces) if a.cell_id == b.cell_id else None
     reasons = ["the text is too short for an interval"] if interval.low is None else []
     reasons += [f"largest difference of a token: {largest:.2g}"] if largest is not None else []
-    return Difference.judged("nll", x, y, interval.mean, _ends(interval), mark, "; ".join(reasons))
+    return Difference.judged("nll", x, y, interval.mean, interval.ends, mark, "; ".join(reasons))
 
 
 def accuracy(a: Record, b: Record) -> Difference | None:
@@ -168,12 +164,12 @@ def accuracy(a: Record, b: Record) -> Difference | None:
         return None
     x, y, mark = ours.accuracy, theirs.accuracy, MARKS["accuracy"]
     if task_version(a) != task_version(b):
-        return Difference.judged("accuracy", x, y, y - x, NO_ENDS, mark, "answers were judged by different rules")
+        return Difference.judged("accuracy", x, y, y - x, None, mark, "answers were judged by different rules")
     same_questions = a.cell.options == b.cell.options and a.data.ids_sha256 == b.data.ids_sha256
     if same_questions and a.cell_id == b.cell_id and ours.outcomes == theirs.outcomes:
         return Difference.judged("accuracy", x, y, 0.0, _UNCHANGED, mark, "the same answers are right")
     ends, why = _share_difference(a, ours, b, theirs, same_questions)
-    return Difference.judged("accuracy", x, y, y - x, ends or NO_ENDS, mark, why)
+    return Difference.judged("accuracy", x, y, y - x, ends, mark, why)
 
 
 def _share_difference(
@@ -201,14 +197,14 @@ def score(a: Record, b: Record) -> Difference | None:
         return None
     x, y, mark = ours.score, theirs.score, mark_of("score", b)
     if a.data.ids_sha256 != b.data.ids_sha256 or ours.metric != theirs.metric:
-        return Difference.judged("score", x, y, y - x, NO_ENDS, mark, "different questions")
+        return Difference.judged("score", x, y, y - x, None, mark, "different questions")
     if a.cell_id == b.cell_id and ours.scores == theirs.scores:
         return Difference.judged("score", x, y, 0.0, _UNCHANGED, mark, "the same score for every question")
     off = np.array(theirs.scores) - np.array(ours.scores)
     if len(off) < MIN_BLOCKS:
-        return Difference.judged("score", x, y, y - x, NO_ENDS, mark, f"{len(off)} questions are too few")
+        return Difference.judged("score", x, y, y - x, None, mark, f"{len(off)} questions are too few")
     mean = clustered(off, np.ones(len(off)) if theirs.weights is None else np.array(theirs.weights))
-    return Difference.judged("score", x, y, y - x, _ends(mean), mark, "question by question")
+    return Difference.judged("score", x, y, y - x, mean.ends, mark, "question by question")
 
 
 def step_time(a: Record, b: Record) -> Difference | None:
@@ -217,11 +213,11 @@ def step_time(a: Record, b: Record) -> Difference | None:
     if ours is None or theirs is None:
         return None
     x, y = ours.step_ms, theirs.step_ms
-    ends, why = (NO_ENDS, elsewhere) if (elsewhere := setup_changes(a, b)) else _ratio_ends(ours, theirs)
+    ends, why = (None, elsewhere) if (elsewhere := setup_changes(a, b)) else _ratio_ends(ours, theirs)
     return Difference.judged("step_ms", x, y, y / x - 1, ends, MARKS["step_ms"], why)
 
 
-def _ratio_ends(ours: StepMetrics, theirs: StepMetrics) -> tuple[Ends, str]:
+def _ratio_ends(ours: StepMetrics, theirs: StepMetrics) -> tuple[Ends | None, str]:
     """The interval of the ratio of their step times, less 1; and what was compared, or why there is none."""
     if ours.together == theirs.together:
         low, high = median_interval([j / i - 1 for i, j in zip(ours.rounds_ms, theirs.rounds_ms, strict=False)])
@@ -229,7 +225,7 @@ def _ratio_ends(ours: StepMetrics, theirs: StepMetrics) -> tuple[Ends, str]:
     else:
         (low_a, high_a), (low_b, high_b) = median_interval(ours.rounds_ms), median_interval(theirs.rounds_ms)
         low, high, why = low_b / high_a - 1, high_b / low_a - 1, "two runs; the interval does not include variation between runs"
-    return ((low, high), why) if math.isfinite(low) and math.isfinite(high) else (NO_ENDS, "too few rounds")
+    return ((low, high), why) if math.isfinite(low) and math.isfinite(high) else (None, "too few rounds")
 
 
 def matched(a: Sequence[Record], b: Sequence[Record]) -> list[tuple[Record, Record]]:

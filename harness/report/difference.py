@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from kvbench.harness.core.intervals import Ends
 from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.figure_rules import Compared
 
 Verdict = Literal["better", "worse", "same", "can't tell"]
 Traces = tuple[TraceFile | None, TraceFile | None]  # of two records, where available
-Ends = tuple[float, float] | tuple[None, None]  # of a 95 % interval; None without an interval
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,12 @@ class Difference:
 
     @classmethod
     def judged(
-        cls, metric: str, a: float, b: float, change: float | None, ends: Ends, mark: Compared | None, why: str = ""
+        cls, metric: str, a: float, b: float, change: float | None, ends: Ends | None, mark: Compared | None, why: str = ""
     ) -> Self:
         """Return a difference with the verdict that follows from its interval. mark: how the metric is judged."""
-        verdict: Verdict = "can't tell" if mark is None else judge_interval(*ends, mark.margin, mark.more_is_better)
-        return cls(metric, a, b, change, *ends, verdict, why)
-
-
-NO_ENDS = (None, None)
+        low, high = ends or (None, None)
+        verdict: Verdict = "can't tell" if mark is None else judge_interval(low, high, mark.margin, mark.more_is_better)
+        return cls(metric, a, b, change, low, high, verdict, why)
 
 
 def judge_interval(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:

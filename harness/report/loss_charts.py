@@ -44,7 +44,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     spec = _lines(shown, lost) if several else _intervals(shown, lost)
     names = ", ".join(dict.fromkeys(row["name"] for row in shown))
     alt = f"What each policy loses of {question['model']}, {question['subject']}, at each budget: {names}. 0 is no loss."
-    return chart.Chart(name, alt, chart.make_visible(spec), question["suite"], question["model"])
+    return chart.Chart(name, alt, chart.make_visible(spec))
 
 
 def _typical(losses: list[float]) -> float:
@@ -127,7 +127,7 @@ def over_bytes(equal: dict[str, Any], name: str) -> chart.Chart:
         name: of the file, without suffix.
     """
     alt = f"What each policy and format of {equal['model']}, {equal['subject']}, keeps of dense's quality, over the bytes held."
-    return chart.Chart(name, alt, chart.make_visible(SIZE | panel(equal)), equal["suite"], equal["model"])
+    return chart.Chart(name, alt, chart.make_visible(SIZE | panel(equal)))
 
 
 def panel(equal: dict[str, Any]) -> dict[str, Any]:

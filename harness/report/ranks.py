@@ -14,11 +14,11 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered
+from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, Interval, clustered
 from kvbench.harness.records import Record
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.report.rows import Row
-from kvbench.harness.report.shares import Ends, Stream, by_stream, count, difference_ends, paired_shares
+from kvbench.harness.report.shares import Stream, by_stream, count, paired_shares
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ class SharedOutcomes:
     def change(self) -> float:
         """Share of right answers of `b` minus that of `a`."""
         return (self.b.count("1") - self.a.count("1")) / len(self.a)
-
-    @property
-    def ends(self) -> Ends | None:
-        """The 95 % interval of the change; None if there are too few streams for one."""
-        return difference_ends(self.a, self.b, self.streams)
 
 
 def shared_outcomes(a: Row, b: Row) -> SharedOutcomes | None:
@@ -134,12 +129,7 @@ def nll_comparison(a: Record, b: Record) -> Comparison | None:
 
 def compared(interval: Interval, p: float | None) -> Comparison:
     """A pair with this interval for what the second loses, and this p-value."""
-
-    def ends(comparisons: int) -> Ends | None:
-        widened = interval.among(comparisons)
-        return None if widened.low is None or widened.high is None else (widened.low, widened.high)
-
-    return Comparison(interval.mean, p, ends)
+    return Comparison(interval.mean, p, lambda comparisons: interval.among(comparisons).ends)
 
 
 def corrected(comparisons: Mapping[Pair, Comparison]) -> dict[Pair, Change]:

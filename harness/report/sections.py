@@ -159,7 +159,7 @@ def over_steps(suite: str, records: Sequence[Record]) -> list[str | Chart]:
     panels = [_step_panel([v for v in values if v["figure"] == f], f) for f in dict.fromkeys(v["figure"] for v in values)]
     spec = {"hconcat": panels, "resolve": {"scale": {"color": "independent"}}}
     alt = f"{', '.join(dict.fromkeys(v['figure'] for v in values))} over training steps of {', '.join(sorted(of_several))}."
-    chart = Chart(file_name(f"{suite} over steps", suite), alt, make_visible(spec), suite)
+    chart = Chart(file_name(f"{suite} over steps", suite), alt, make_visible(spec))
     return [f"## {md(suite)}: over training steps\n", *_step_table(values), chart]
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, clustered_share, wilson
+from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, Interval, clustered, clustered_share, wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
 
 Stream = tuple[str, int]  # task, number
-Ends = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def difference_ends(a: str, b: str, streams: Sequence[Stream] | None) -> Ends | 
     if streams is None:
         return paired_shares(a, b)
     interval = difference(a, b, streams)
-    return None if interval is None or interval.low is None or interval.high is None else (interval.low, interval.high)
+    return None if interval is None else interval.ends
 
 
 def too_few(streams: int) -> str:

@@ -99,22 +99,14 @@ def rows_of(question: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _question(question: Question) -> dict[str, Any]:
     """A question with its budgets and references."""
-    cell = question.first.cell
     names = {row_id(row): name for row, name in zip(question.rows, short_names(question.rows), strict=True)}
     whole, measured = dense_bytes(question)
     references = [Placed(r, names[row_id(r)], None, loss(question, r, question.dense)) for r in question.references]
     heading = f"{model_name(question.first)}, {words.subject(question)}"
     return {
-        "id": words.identifier(question),
-        "suite": visible(cell.suite),
-        "suite_version": cell.suite_version,
-        "model": visible(cell.model.id),
-        "dtype": visible(cell.model.dtype),
+        **words.identity(question),
         "machine": visible(question.machine),
         "about": words.about(question),
-        "subject": words.subject(question),
-        "evict": words.evicting(question.evicts),
-        "measure": question.measure,
         "dense_bytes": whole,
         "dense_measured": measured,
         "references": [row_json(question, placed, names) for placed in references],

@@ -76,19 +76,12 @@ def _formats(group: Sequence[Question]) -> Formats | None:
 
 def as_json(formats: Formats) -> dict[str, Any]:
     """Return the entry of the feed."""
-    question, cell = formats.whole, formats.whole.first.cell
+    question = formats.whole
     rows = {row_id(row): _row(formats, row) for row in question.rows if _held(row) and question.figure(row) is not None}
     kept = {share: {row_id(row): row for row in formats.at(share)} for share in SHARES}
     shares = [share for share, largest in kept.items() if len({row.cell.stored for row in largest.values()}) > 1]
     return {
-        "id": words.identifier(question),
-        "suite": visible(cell.suite),
-        "suite_version": cell.suite_version,
-        "model": visible(cell.model.id),
-        "dtype": visible(cell.model.dtype),
-        "subject": words.subject(question),
-        "evict": words.evicting(question.evicts),
-        "measure": question.measure,
+        **words.identity(question),
         "dense_bytes": _held(formats.dense),
         "questions": [words.identifier(part) for part in formats.parts],
         "rows": list(rows.values()),

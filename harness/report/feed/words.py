@@ -115,6 +115,21 @@ def evicting(evicts: str) -> str:
     return {"step": "at every step", "prompt": "once, after the prompt"}.get(evicts, evicts)
 
 
+def identity(question: Question) -> dict[str, Any]:
+    """What a question is about, as the feed has it."""
+    cell = question.first.cell
+    return {
+        "id": identifier(question),
+        "suite": visible(cell.suite),
+        "suite_version": cell.suite_version,
+        "model": visible(cell.model.id),
+        "dtype": visible(cell.model.dtype),
+        "subject": subject(question),
+        "evict": evicting(question.evicts),
+        "measure": question.measure,
+    }
+
+
 def identifier(question: Question) -> str:
     """A readable, unique name for links. It stays the same when a cell is measured again."""
     cell = question.first.cell
