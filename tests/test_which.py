@@ -108,8 +108,7 @@ def test_without_time_nothing_is_measured_and_there_is_an_answer(tmp_path, capsy
 @pytest.fixture
 def small(monkeypatch):
     """Three policies, and a few tokens of each, on a machine with time for all."""
-    three = [[{"name": "dense"}], *(entry for entry in choosing._policies(96) if entry[0]["name"] in ("sink_window", "snapkv"))]
-    monkeypatch.setattr(choosing, "_policies", lambda budget: three)
+    monkeypatch.setattr(choosing, "_TIERS", (("dense", "sink_window"), ("snapkv",)))
     monkeypatch.setattr(choosing, "_MOST_STREAMS", MIN_BLOCKS)
     monkeypatch.setattr(Estimator, "estimates", lambda self, cells: Scripted(1e-9).estimates(cells))
 
