@@ -179,6 +179,12 @@ def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
     assert "restore it" in err
 
 
+def test_a_record_that_is_not_listed_is_refused(folder):
+    RecordStore(folder).write(record("window", 9))
+    with pytest.raises(UserError, match="does not list this record"):
+        baseline.load(folder)
+
+
 def test_bands_come_back_as_they_were(folder, tmp_path):
     band = Band(ratio=1.5, low=1.25, high=1.75, runs=8)
     about = ABOUT.model_copy(update={"bands": {"a" * 64: band}})
