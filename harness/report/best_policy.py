@@ -10,8 +10,8 @@ from typing import Any
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
-from kvbench.harness.report.feed import feed
-from kvbench.harness.report.feed.question import CONTROL
+from kvbench.harness.report.feed import answers
+from kvbench.harness.report.feed.question import CONTROL, questions
 from kvbench.harness.report.feed.words import evicting, loss_text
 from kvbench.harness.report.markdown import digits
 
@@ -41,30 +41,24 @@ class BestPolicy:
 def which(records: Sequence[Record], model: str, budget: int) -> BestPolicy:
     """The answer for a model at a budget in tokens, from what was measured."""
     once = evicting("prompt")
-    questions = sorted(
-        feed(records)["questions"], key=lambda q: (q["measure"] != "perplexity", q["evict"] == once, "unseen" in q["subject"])
-    )
-    heads = {q["id"]: _head(q) for q in questions}
-    columns_of_budget = [(heads[q["id"]], q, b["rows"]) for q in questions for b in q["budgets"] if b["capacity"] == budget]
+    answered = answers(questions(records))["questions"]
+    answered.sort(key=lambda q: (q["measure"] != "perplexity", q["evict"] == once, "unseen" in q["subject"]))
+    of_budget = [(_head(q), q, b) for q in answered for b in q["budgets"] if b["capacity"] == budget]
     figures: dict[str, dict[str, str]] = {}
-    for head, question, rows in columns_of_budget:
-        for row in [*question["references"], *rows]:
+    for head, question, shown_budget in of_budget:
+        for row in [*question["references"], *shown_budget["rows"]]:
             shown = figures.setdefault(row["name"], {"policy": row["name"]})
             shown[head] = _figure(row, question["measure"]) + (_BEST if _leads(row) else "")
             if row["kv_share"]:
                 shown.setdefault("K/V", f"{100 * row['kv_share']:.0f} %")
             shown |= {"ms/token": digits(row["ms"], 3)} if row["ms"] is not None else {}
-    counts = Counter(row["name"] for _, _, rows in columns_of_budget for row in rows if _leads(row))
+    leaders = {head: [row["name"] for row in shown_budget["rows"] if _leads(row)] for head, _, shown_budget in of_budget}
+    counts = Counter(name for names in leaders.values() for name in names)
     ordered = sorted(figures.values(), key=lambda shown: (shown["policy"] != "dense", -counts[shown["policy"]]))
-    columns = [
-        "policy",
-        *(head for head, _, _ in columns_of_budget),
-        *(c for c in ("K/V", "ms/token") if any(c in f for f in ordered)),
-    ]
-    leaders = {head: [row["name"] for row in rows if _leads(row)] for head, _, rows in columns_of_budget}
-    findings = [f"{heads[q['id']]}: {b['finding']}" for q in questions for b in q["budgets"] if b["capacity"] == budget]
-    sentence = _sentence(leaders) if any(leaders.values()) else " ".join(findings) or "no policy was measured in this time."
-    measured = {head: len(rows) for head, _, rows in columns_of_budget}
+    columns = ["policy", *leaders, *(c for c in ("K/V", "ms/token") if any(c in f for f in ordered))]
+    findings = " ".join(f"{head}: {shown_budget['finding']}" for head, _, shown_budget in of_budget)
+    sentence = _sentence(leaders) if any(leaders.values()) else findings or "no policy was measured in this time."
+    measured = {head: len(shown_budget["rows"]) for head, _, shown_budget in of_budget}
     table = [{head: row.get(head, "") for head in columns} for row in ordered]
     return BestPolicy(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", table)
 

@@ -13,8 +13,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.report import sections
-from kvbench.harness.report.feed import feed, words
-from kvbench.harness.report.feed.question import Question, is_reference
+from kvbench.harness.report.feed import answers, words
+from kvbench.harness.report.feed.question import Question, is_reference, questions
 from kvbench.harness.report.feed.words import size
 from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name
 from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, units
@@ -275,11 +275,11 @@ def _of_tokens(row: Row) -> str:
 
 def _findings(records: Sequence[Record]) -> list[str]:
     """The sentences of the feed on the records' texts; on their tasks if they have no text; at equal bytes if formats differ."""
-    data = feed(records)
-    questions, formats = data["questions"], data["equal_bytes"]
+    data = answers(questions(records))
+    answered, formats = data["questions"], data["equal_bytes"]
     if formats:
         return [sized["answer"] for equal in formats for sized in equal["sizes"]]
-    chosen = [question for question in questions if question["measure"] == "perplexity"] or questions
+    chosen = [question for question in answered if question["measure"] == "perplexity"] or answered
     about = {question["id"]: f", {question['subject']}" if len(chosen) > 1 else "" for question in chosen}
     return [
         f"At {size(budget['capacity'])}{about[question['id']]}: {budget['finding']}"

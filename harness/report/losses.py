@@ -11,7 +11,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report import chart
 from kvbench.harness.report.doubts import with_doubts
-from kvbench.harness.report.feed import feed, words
+from kvbench.harness.report.feed import answers, words
 from kvbench.harness.report.feed.question import Question, is_reference, loss, questions
 from kvbench.harness.report.feed.row import loss_json
 from kvbench.harness.report.feed.row import row_id as id_of
@@ -39,7 +39,7 @@ def losses(records: Sequence[Record]) -> DataFrame:
 
     table = [
         _about(question) | _figures(row, question["measure"])
-        for question in feed(with_doubts(records))["questions"]
+        for question in answers(questions(with_doubts(records)))["questions"]
         for row in [*(row for budget in question["budgets"] for row in budget["rows"]), *question["references"]]
     ]
     return _typed(DataFrame.from_records(table))
@@ -165,7 +165,7 @@ def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf
     """
     target = Path(folder).expanduser()
     target.mkdir(parents=True, exist_ok=True)
-    return write(charts(feed(with_doubts(records))), target, format)
+    return write(charts(answers(questions(with_doubts(records)))), target, format)
 
 
 def write(drawn: Iterable[chart.Chart], folder: Path, form: str) -> list[Path]:

@@ -30,24 +30,29 @@ NAME = "kv-bench"  # its first field, by which a file is recognised
 def feed(records: Iterable[Record]) -> dict[str, Any]:
     """Return the feed of records of all suites and models: plain JSON, with the newest record of each cell."""
     records = list(records)
-    asked_questions = questions(records)
-    answered, shown = [_question(question) for question in asked_questions], list(itertools.chain.from_iterable(groups(records)))
+    asked_questions, shown = questions(records), list(itertools.chain.from_iterable(groups(records)))
+    answered = answers(asked_questions)
     cells = [cell_json(record) for record in shown]
-    policies = sorted({row["policy"] for question in answered for row in rows_of(question)})
-    data: dict[str, Any] = make_visible(
-        {
-            "feed": NAME,
-            "version": VERSION,
-            "measured": max((cell["measured"] for cell in cells), default=""),
-            "default": default(answered, [token_numbers(question) for question in asked_questions]),
-            "papers": {name: {"paper": whose.paper, "arxiv": whose.arxiv} for name in policies if (whose := origin(name)).paper},
-            "questions": answered,
-            "equal_bytes": [equal_bytes.as_json(formats) for formats in equal_bytes.together(asked_questions)],
-            "cells": cells,
-            "provenance": {cell["provenance"]: provenance_json(record) for cell, record in zip(cells, shown, strict=True)},
-        }
-    )
-    return data
+    policies = sorted({row["policy"] for question in answered["questions"] for row in rows_of(question)})
+    data: dict[str, Any] = {
+        "feed": NAME,
+        "version": VERSION,
+        "measured": max((cell["measured"] for cell in cells), default=""),
+        "default": default(answered["questions"], [token_numbers(question) for question in asked_questions]),
+        "papers": {name: {"paper": whose.paper, "arxiv": whose.arxiv} for name in policies if (whose := origin(name)).paper},
+        **answered,
+        "cells": cells,
+        "provenance": {cell["provenance"]: provenance_json(record) for cell, record in zip(cells, shown, strict=True)},
+    }
+    visible_data: dict[str, Any] = make_visible(data)
+    return visible_data
+
+
+def answers(asked_questions: Sequence[Question]) -> dict[str, Any]:
+    """Return the part of a feed that answers questions: each question, and the questions at equal bytes."""
+    formats = [equal_bytes.as_json(together) for together in equal_bytes.together(asked_questions)]
+    answered: dict[str, Any] = make_visible({"questions": [_question(q) for q in asked_questions], "equal_bytes": formats})
+    return answered
 
 
 def text(data: dict[str, Any]) -> str:
