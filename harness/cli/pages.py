@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,7 +19,6 @@ from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
-    from kvbench.harness.report.chart import Chart
 
 Result = TypeVar("Result")
 STDOUT = "-"
@@ -42,13 +41,13 @@ class _Pages:
         pages: text by path, or `STDOUT`.
         data: text by path, of the scripts that the page loads.
         drawings: SVG by file name, by the folder of the page.
-        figures: one per question, for files of their own.
+        feed: that all of them show.
     """
 
     pages: dict[str, str]
     data: dict[Path, str]
     drawings: dict[Path, dict[str, str]]
-    figures: list[Chart]
+    feed: dict[str, Any]
 
 
 @click.command()
@@ -108,7 +107,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
             (folder / chart.FOLDER / file).unlink(missing_ok=True)
         _report_pictures(len(drawings) // 2, folder / chart.FOLDER)
     if figures:
-        files = losses.write(output.figures, writable(Path(figures)), form or "pdf")
+        files = losses.write(losses.charts(output.feed), writable(Path(figures)), form or "pdf")
         _report_pictures(len(files), Path(figures))
     if forged:
         click.echo(f"bench: {forged} of {forged + len(records)} records are not correct: see bench records verify", err=True)
@@ -210,7 +209,7 @@ def _rendered(
     records: Sequence[Record], paths: Mapping[int, Path], targets: Mapping[str, tuple[str, str]], address: str
 ) -> _Pages:
     """Render all pages and their drawings. paths: of the records' files, by `id`. address: of the site, for links."""
-    from kvbench.harness.report import chart, feed, losses, paper, sections, site
+    from kvbench.harness.report import chart, feed, paper, sections, site
     from kvbench.harness.report import leaderboard as board
     from kvbench.harness.report.site.maps import maps
 
@@ -228,7 +227,7 @@ def _rendered(
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:
             drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.draw(page.charts))
-    return _Pages(pages, data, drawings, losses.charts(data_feed))
+    return _Pages(pages, data, drawings, data_feed)
 
 
 def _write_data(data: Mapping[Path, str], folder: Path | None) -> None:

@@ -142,7 +142,12 @@ def _latency(pair: Pair, band: Band | None) -> Result:
         return "latency", "could not compare", "the run has no yardstick (dense, or the model's forward pass)"
     yardstick = "the model's forward pass" if pair.base.cell.is_dense else "dense's step"
     says = f"{measured:.3g} times {yardstick}; baseline: {band.ratio:.3g} [{band.low:.3g}, {band.high:.3g}] in {band.runs} runs"
-    return "latency", "regression" if measured > band.high else "better" if measured < band.low else "ok", says
+    return "latency", _state(measured, band.low, band.high), says
+
+
+def _state(value: float, low: float, high: float) -> State:
+    """The state of a figure of which less is better, by its limits."""
+    return "regression" if value > high else "better" if value < low else "ok"
 
 
 def _prompt(pair: Pair) -> Iterator[Result]:
@@ -188,20 +193,17 @@ def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | No
 def _slower(check: str, slowdown: float, allowed: tuple[float, float], unit: str) -> Result:
     low, high = allowed
     says = f"takes {slowdown:.2g} times as many {unit} as the baseline (allowed: {low:.2g} to {high:.2g})"
-    return check, "regression" if slowdown > high else "better" if slowdown < low else "ok", says
+    return check, _state(slowdown, low, high), says
 
 
 def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:
     if pair.setup_changes or base.how != now.how:
         return "memory", "not compared", pair.setup_changes or f"measured in different ways: {base.how} -> {now.how}"
-    outside: dict[State, list[str]] = {"regression": [], "better": []}
+    outside: dict[State, list[str]] = {"regression": [], "better": [], "ok": []}
     for name, (factor, more, fewer) in _BYTES_ALLOWANCE.items():
         before, after = getattr(base, name), getattr(now, name)
-        most, least = factor * before + more, (before - fewer) / factor
-        if not least <= after <= most:
-            limit = f"at least {least:,.0f}" if after < least else f"at most {most:,.0f}"
-            outside["better" if after < least else "regression"].append(f"{name} {before:,} -> {after:,} (allowed: {limit})")
-    for state, says in outside.items():
-        if says:
-            return "memory", state, "; ".join(says)
-    return "memory", "ok", f"peak {base.peak_bytes:,} -> {now.peak_bytes:,}"
+        least, most = (before - fewer) / factor, factor * before + more
+        limit = f"at least {least:,.0f}" if after < least else f"at most {most:,.0f}"
+        outside[_state(after, least, most)].append(f"{name} {before:,} -> {after:,} (allowed: {limit})")
+    state: State = "regression" if outside["regression"] else "better" if outside["better"] else "ok"
+    return "memory", state, "; ".join(outside[state]) if state != "ok" else f"peak {base.peak_bytes:,} -> {now.peak_bytes:,}"
