@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class CacheView:
         num_layers: number of layers of the model.
         seed: the cell's seed.
         rotate: RoPE of this layer, as the model applies it to a key or query at a position of the stream.
+        full: every slot is known to hold a token.
     """
 
     rank: Tensor
@@ -61,6 +63,7 @@ class CacheView:
     num_layers: int = 1
     seed: int = 0
     rotate: Rotate = field(default=unrotated)
+    full: bool = False
 
     @property
     def age(self) -> Tensor:
@@ -105,11 +108,20 @@ class CacheView:
 
     def by_rank(self, x: Tensor) -> Tensor:
         """Values of slots, put in order of rank: the oldest token's first, empty slots last. [B, H, S, ...] -> the same."""
-        return _take(x, self.rank.argsort(-1))
+        places = self._places()
+        slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
+        return _take(x, torch.empty_like(places).scatter_(-1, places, slots))
 
     def by_slot(self, x: Tensor) -> Tensor:
         """The inverse of `by_rank`. [B, H, S, ...] -> the same."""
-        return _take(x, self.rank.argsort(-1).argsort(-1))
+        return _take(x, self._places())
+
+    def _places(self) -> Tensor:
+        """The place of each slot in `by_rank`: its token's rank, or one after all tokens. [B, H, S] int64."""
+        if self.full:
+            return self.rank
+        empty = ~self.valid
+        return torch.where(empty, self.count + empty.cumsum(-1) - 1, self.rank)
 
     def uniform(self) -> Tensor:
         """A random number in [0, 1) for every token. [B, H, S] float32.

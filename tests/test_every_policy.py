@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
 from every_policy import HEADS, LAYERS, evicting, instances
-from factories import CLOSE
+from factories import CLOSE, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_views import kept, prompt_views
@@ -19,7 +19,7 @@ from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.budgets import Table, static_table
 from kvbench.harness.engine.decoder import CacheConfig, Evict
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
+from kvbench.harness.engine.method import EAGER, FASTEST, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.tasks.memory.measure import _kv_bytes
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -109,6 +109,26 @@ def test_blocks_are_the_same_tokens_one_by_one(name, evict, policies):
         blocks, logits = read_all(config, tokens, size, method, prompt)
         torch.testing.assert_close(logits[:, -20:], expected[:, -20:], atol=CLOSE[DOUBLE], rtol=0)
         assert blocks.kept() == one_by_one.kept()
+
+
+@needs_compiler
+@every_policy
+@pytest.mark.parametrize("mode", ["cache", pytest.param("stream", marks=pytest.mark.slow("takes seconds"))])
+def test_blocks_by_the_kernel_of_a_step_are_the_same(name, mode, policies):
+    """In float32, for which there are kernels; of a policy whose blocks a kernel walks, that kernel."""
+    policy, tokens, model = policies[name], tokens_of(LENGTH, 2), model_of("llama")
+    if policy.outcome:
+        pytest.skip("cuts a prompt once, and walks no block")
+    fast, plain = (
+        CachedDecoder(model, replace(config_of(policy, 1), positions=mode), 2, method)
+        for method in (replace(FASTEST, closed_form=False), TOKEN_BY_TOKEN)
+    )
+    before = RAN["compiled steps"]
+    ours, theirs = in_blocks(fast, tokens, 20), in_blocks(plain, tokens, 20)
+    torch.testing.assert_close(ours, theirs, atol=CLOSE[torch.float32], rtol=0)
+    assert fast.kept() == plain.kept()
+    sees_logits = any("logits" in walk.slots.sees for walk in fast.walks)
+    assert (RAN["compiled steps"] > before) == (not sees_logits and not all(walk.is_compiled for walk in fast.walks))
 
 
 @pytest.mark.parametrize("capacity", [248, 250, 255, 256])

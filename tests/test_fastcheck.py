@@ -340,7 +340,7 @@ def test_a_kernel_that_evicts_others_in_16_bits_is_refused(monkeypatch):
 @needs_compiler
 def test_a_large_cache_is_filled_and_not_read(clock, as_on_cuda):
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 2000))
-    assert found.method == replace(FASTEST, closed_form=False, flex=False, walk_graphs=False)
+    assert found.method == replace(FASTEST, closed_form=False, flex=False, walk_graphs=False, walk_steps=False)
     assert found.blocks == "compiled walk"
     assert 0 < OnCuda.read_tokens < 1500  # of two decoders, timed blocks and steps included
 

@@ -34,7 +34,8 @@ class FastCheck(NamedTuple):
 
     Attributes:
         method: the shortcuts that agree with the plain walk.
-        blocks: what they come to for blocks: "closed form", "compiled walk", "walk"; "full attention" where prompts are cut once.
+        blocks: what they come to for blocks: "closed form", "compiled walk", "compiled steps", "walk"; "full attention" where prompts
+            are cut once.
         step: and for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels) or
             "plain".
         differs: largest error of attention that was measured, relative to the tolerance.
@@ -170,12 +171,13 @@ def _block_ladder(model: Model, config: CacheConfig, fast: CachedDecoder) -> lis
     walked = CachedDecoder(model, config, method=Method(closed_form=False, walk_kernel=True, walk_graphs=True))
     in_graphs = any(w.walks_in_graphs for w in walked.walks)
     by_kernel = Method(walk_kernel=True, walk_graphs=in_graphs)  # what the closed form can't take is walked
-    plainly = Method(closed_form=False, walk_kernel=True)
+    plainly, by_steps = Method(closed_form=False, walk_kernel=True), Method(closed_form=False, walk_steps=True)
     usable = {
         Rung("FlexAttention", replace(by_kernel, flex=True), "FlexAttention"): any(w.may_flex for w in fast.walks),
         Rung("closed form", by_kernel, "closed form"): any(w.has_closed_form for w in fast.walks),
         Rung("walk in graphs", replace(plainly, walk_graphs=True), "walk in graphs"): in_graphs,
         Rung("compiled walk", plainly, "compiled walk"): any(w.is_compiled for w in walked.walks),
+        Rung("compiled steps", by_steps, "compiled steps"): any(w.walks_by_steps for w in fast.walks),
     }
     return [rung for rung, is_usable in usable.items() if is_usable]
 

@@ -6,6 +6,7 @@ n tokens held, k extra axes of a statistic.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -196,7 +197,11 @@ class HeldRows:
         """
         if (codec := self._slots.codec) is not None:
             key, value = as_written(key, step, codec), as_written(value, step, codec)
-        for statistic, first in self.written(key, value, step, ids).items():
+        self.set_written(free, self.written(key, value, step, ids), valid)
+
+    def set_written(self, free: Tensor, first_values: Mapping[Statistic, Tensor], valid: Tensor | None = None) -> None:
+        """Set what `written` computed of tokens. free, valid: as of `note_written`; first_values: [N, T, *k] each."""
+        for statistic, first in first_values.items():
             if statistic.per == "slot":
                 state = self._tensors.flat_states[statistic]
                 state.index_copy_(0, free.flatten(), first.flatten(0, 1).to(state.dtype))
@@ -209,19 +214,37 @@ class HeldRows:
         for statistic, lost in self._sums(victims).items():
             self._row_states[statistic] -= lost
 
+    def forget_one(self, victim: Tensor, evicted: Tensor) -> None:
+        """Take a token of each row out of such sums. victim: its slot, [R, 1] int64; evicted: rows that lose one, [R, 1] bool."""
+        for statistic, lost in self._sums(evicted, victim).items():
+            self._row_states[statistic] -= lost
+
     def count_again(self) -> None:
         """Set sums over what a head holds to those of what is stored, if a code has changed it."""
         sums = self._sums(self.rank < self._slots.empty_rank) if self._slots.codec else {}
         for statistic, held in sums.items():
             self._row_states[statistic].copy_(held)
 
-    def _sums(self, tokens: Tensor) -> dict[Statistic, Tensor]:
-        """Sums over some of the tokens that heads hold, as stored. tokens: [R, S] bool -> [R, *k] float64 each."""
+    def _sums(self, tokens: Tensor, slots: Tensor | None = None) -> dict[Statistic, Tensor]:
+        """Sums over some of the tokens that heads hold, as stored.
+
+        Args:
+            tokens: those that count. [R, n] bool.
+            slots: of the n tokens; all when None. [R, n] int64.
+
+        Returns:
+            [R, *k] float64 each.
+        """
         if not self.summed:
             return {}
         view, heads = self.view, self._slots.shape.heads
-        position = view.position.clamp(min=0)
-        token = Written(view.keys, view.values, position, torch.zeros_like(position), self._rotated, self._output)
+        stored = view.keys, view.values, view.position
+        if slots is not None:
+            index = slots.unflatten(0, (-1, heads))
+            stored = tuple(x.take_along_dim(_like(index, x), 2) for x in stored)
+        keys, values, position = stored
+        position = position.clamp(min=0)
+        token = Written(keys, values, position, torch.zeros_like(position), self._rotated, self._output)
         parts = {s: x for s in self.summed if (x := s.written(token)) is not None}
         mask = tokens.unflatten(0, (-1, heads))
         return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}

@@ -13,6 +13,7 @@ SHORTCUTS = {  # by the field of `Method` that allows it
     "flex": "FlexAttention",
     "walk_kernel": "compiled walk",
     "walk_graphs": "walk in graphs",
+    "walk_steps": "compiled steps",
     "step_kernel": "step kernel",
     "captured": "captured step",
 }
@@ -45,6 +46,7 @@ class Method:
         flex: compute it by FlexAttention, and rotate by kernels, on CUDA.
         walk_kernel: walk a block by a compiled kernel.
         walk_graphs: replay the launches of such a walk as CUDA graphs of a few tokens.
+        walk_steps: where no kernel walks a block, let the kernel of a step attend for each of its tokens, on CPUs.
         step_kernel: take a single token in by compiled kernels.
         captured: replay single tokens as CUDA graphs.
         fused: capture them from code that is compiled as a whole, a minute's work for a model and number of streams.
@@ -56,6 +58,7 @@ class Method:
     flex: bool = False
     walk_kernel: bool = False
     walk_graphs: bool = False
+    walk_steps: bool = False
     step_kernel: bool = False
     captured: bool = False
     fused: bool = False
@@ -75,5 +78,5 @@ class Method:
 TOKEN_BY_TOKEN = Method(fill=False, closed_form=False)  # the definition, with no shortcut
 PLAIN_WALK = Method(closed_form=False)
 EAGER = Method()  # plain PyTorch: nothing compiled
-KERNELS = Method(closed_form=False, walk_kernel=True, walk_graphs=True, step_kernel=True, captured=True)
-FASTEST = Method(flex=True, walk_kernel=True, walk_graphs=True, step_kernel=True, captured=True)
+KERNELS = Method(closed_form=False, walk_kernel=True, walk_graphs=True, walk_steps=True, step_kernel=True, captured=True)
+FASTEST = Method(flex=True, walk_kernel=True, walk_graphs=True, walk_steps=True, step_kernel=True, captured=True)

@@ -1,8 +1,8 @@
 """Shortcuts: blocks of several tokens, read faster than token by token, with the numbers of the plain walk in `walk.py`.
 
 `Fill` attends in one go while nothing has to be evicted. `Closed` computes banded attention where it is known beforehand what is
-kept. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` attends in one go from one eviction to the next. Of a coded
-cache that is walked, the kernel of a step reads each token.
+kept. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` attends in one go from one eviction to the next. On CPUs, the
+kernel of a step reads each token of other walked blocks, of coded caches too, and PyTorch does the bookkeeping.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, D key dim, Dv value dim, P pairs of dims.
 """
@@ -17,7 +17,7 @@ from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.held import writes
 from kvbench.harness.engine.kernel_interface import Kernels, StepKernel
 from kvbench.harness.engine.method import RAN, Method
-from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs
 from kvbench.harness.engine.rotary import Placement, rotate
 from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slot_rows import Rows, Windows
@@ -69,11 +69,20 @@ class Shortcuts:
         return lengths if len(lengths) == 1 or self._slots.every > 1 else None
 
     def step_kernel(self, block: Block) -> StepKernel | None:
-        """The kernel of a step, if it may read the tokens of a walked block: of a coded cache, which plain code decodes whole."""
-        slots, kernel = self._slots, self._kernels.step if self._method.step_kernel else None
-        even = block.tokens_before is not None and block.valid is None and not slots.uneven
-        reads = slots.codec is not None and slots.device.type == "cpu" and slots.sees <= {"weights"} and not self._writes
-        return kernel if even and reads else None
+        """The kernel of a step, if it may read the tokens of a walked block."""
+        same_length = block.tokens_before is not None and block.valid is None
+        return self._kernels.step if same_length and self.walks_by_steps else None
+
+    @property
+    def walks_by_steps(self) -> bool:
+        """Whether the kernel of a step reads the tokens of walked blocks."""
+        slots = self._slots
+        if slots.device.type != "cpu" or self._kernels.step is None:
+            return False
+        if slots.codec is not None:
+            return self._method.step_kernel and slots.sees <= {"weights"} and not self._writes and not slots.uneven
+        no_walk = self._kernels.walk is None and slots.capacity is not None
+        return self._method.walk_steps and no_walk and "logits" not in slots.sees
 
     def ordered_after(self, plan: Plan, ordered: bool, end: int | None) -> bool:
         """Whether the slots hold their tokens oldest first after a block that ends with `end` tokens; None if streams differ."""
@@ -131,16 +140,22 @@ class Shortcuts:
         return out.flatten(1, 2)
 
     def walk_by_steps(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """A block of a coded cache, token by token, by the kernel of a step, which unpacks codes itself."""
+        """A block, token by token, whose attention the kernel of a step computes; it unpacks codes itself."""
         assert plan.kernel is not None
         places, rows, out = plan.places, self._rows(plan.attended, layer), []
         observed = rows.observation_buffers()
-        RAN["coded walk"] += 1
+        written = self._written_in(places, rows, keys, values)
+        queries = self._paired(query, keys)[0].flatten(0, 1) if "queries" in observed else None  # [N, G, T, D]
+        RAN["coded walk" if self._slots.codec is not None else "compiled steps"] += 1
         for t, rank in enumerate(places.ranks):
-            assert rank is not None
-            rows.place(rank, places.steps[t], places.now[t])
+            rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])
+            rows.set_written(rows.free[:, None], {s: x[:, t : t + 1] for s, x in written.items()})
             q, k, v = (x[:, :, t : t + 1] for x in (query, keys, values))
             out.append(plan.kernel(self._slots, rows, q, k, v, terms.scaling, observed.get("weights")))
+            if queries is not None:
+                observed["queries"] = queries[:, :, t]
+            if "outputs" in observed:
+                observed["outputs"] = out[-1].reshape(observed["outputs"].shape)
             if observed:
                 rows.update(observed, None)
             rows.release(None, places.evicts[t], places.ragged)
@@ -178,6 +193,15 @@ class Shortcuts:
             steps = rows.position[:, first:end]
             rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
         rows.free += keys.shape[2]
+
+    def _written_in(self, places: Places, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
+        """Compute what statistics note of the tokens of a walked block when they are written. [N, T, *k] each."""
+        if not self._writes:
+            return {}
+        rotation = self._placement.rotation
+        paired = keys if rotation is None else rotation.pair(keys)
+        steps, ids = (torch.stack(list(x), 1) for x in (places.steps, places.ids))
+        return rows.written(paired.flatten(0, 1), values.flatten(0, 1), steps, ids)
 
     def _written(self, plan: CompiledWalk, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
         """Compute what statistics note of a block's tokens when they are written, before a kernel walks it. [N, T, *k] each."""

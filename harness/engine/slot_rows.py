@@ -108,14 +108,16 @@ class Rows(HeldRows):
         After an invalid token nothing has changed, so this frees again the slot that was free.
         """
         empty, rank = self._slots.empty_rank, self.rank
+        self.view.full = not ragged
         importance = self.importance(self._slots.policy)
+        self.view.full = False
         if ragged:  # an unused slot goes before any token
             importance = importance.masked_fill(rank == empty, float("-inf"))
             rank = rank.masked_fill(rank == empty, -1)
         lowest = importance.amin(-1, keepdim=True)
         victim_rank, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
         if self.summed:
-            self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, victim_rank >= 0))
+            self.forget_one(victim, victim_rank >= 0)
         torch.add(victim[:, 0], self._row_base, out=self.free)
         if ragged:
             victim_rank = victim_rank.masked_fill(victim_rank < 0, empty)

@@ -179,7 +179,7 @@ class MethodCheck:
             return [*first, *self._single_sizes(fast, self._filled + sum(first))]
         first = [(self._config.capacity or self._filled) - self._filled + _EVICTING_TOKENS]
         last = [_CLOSED_BLOCK_TOKENS] if closed else [_BLOCK_TOKENS if self._exact else _BLOCK_TOKENS_16_BITS]
-        is_fast = closed or any(walk.is_compiled for walk in fast.walks)
+        is_fast = closed or any(walk.is_compiled or walk.walks_by_steps for walk in fast.walks)
         return [*first, *self._single_sizes(fast, self._filled + sum(first)), *(last if is_fast else [])]
 
     def _timed_tokens(self, fast: CachedDecoder) -> int:
@@ -341,7 +341,9 @@ def blocks_by(read: CachedDecoder) -> str:
     """How a decoder reads blocks, as in `FastCheck`."""
     if any(w.has_closed_form for w in read.walks) or not read.config.policy.evicts:
         return "closed form"
-    return "compiled walk" if any(w.is_compiled for w in read.walks) else "walk"
+    if any(w.is_compiled for w in read.walks):
+        return "compiled walk"
+    return "compiled steps" if any(w.walks_by_steps for w in read.walks) else "walk"
 
 
 def _other_victims(fast: CachedDecoder, reference: CachedDecoder, tokens_read: int) -> float:

@@ -70,7 +70,7 @@ class Walk:
         else:
             if method.closed_form:
                 form = closed_form(slots, positions, limit, self._placement.max_position or slots.num_slots + 1, method.flex)
-            if method.walk_kernel or method.step_kernel:
+            if method.walk_kernel or method.walk_steps or method.step_kernel:
                 kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
         self._kernels: Kernels = kernels
         self._shortcuts: Shortcuts = Shortcuts(slots, self.rows, self._placement, form, kernels, method)
@@ -356,6 +356,11 @@ class Walk:
     def is_compiled(self) -> bool:
         """Whether blocks are walked by a compiled loop."""
         return self._method.walk_kernel and self._kernels.walk is not None and not self.has_closed_form
+
+    @property
+    def walks_by_steps(self) -> bool:
+        """Whether the kernel of a step reads the tokens of blocks that have to be walked."""
+        return self._shortcuts.walks_by_steps and not self.has_closed_form
 
     @property
     def walks_in_graphs(self) -> bool:
