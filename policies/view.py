@@ -136,4 +136,6 @@ class CacheView:
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
+    if x.shape == order.shape:
+        return x.gather(2, order)
     return x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - order.dim())), 2)

@@ -34,8 +34,8 @@ class FastCheck(NamedTuple):
 
     Attributes:
         method: the shortcuts that agree with the plain walk.
-        blocks: what they come to for blocks: "closed form", "compiled walk", "compiled steps", "walk"; "full attention" where prompts
-            are cut once.
+        blocks: what they come to for blocks: "closed form", "compiled walk", "compiled steps" or "walk"; "full attention" where
+            prompts are cut once.
         step: and for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels) or
             "plain".
         differs: largest error of attention that was measured, relative to the tolerance.

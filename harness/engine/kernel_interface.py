@@ -50,9 +50,11 @@ class ReleaseKernel(Protocol):
 
     Attributes:
         updates: the kernel also updates the statistics; otherwise they are updated before.
+        of_layer: the rows may be those of one layer.
     """
 
     updates: bool
+    of_layer: bool
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """Choose the evicted tokens and the next token's slot.

@@ -146,19 +146,24 @@ class Shortcuts:
         observed = rows.observation_buffers()
         written = self._written_in(places, rows, keys, values)
         queries = self._paired(query, keys)[0].flatten(0, 1) if "queries" in observed else None  # [N, G, T, D]
+        by_token = [x.movedim(2, 0)[..., None, :].contiguous().unbind(0) for x in (query, keys, values)]  # [B, H, 1, D] each
+        release = self._kernels.release
+        release = release if release is not None and release.of_layer else None
         RAN["coded walk" if self._slots.codec is not None else "compiled steps"] += 1
         for t, rank in enumerate(places.ranks):
             rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])
             rows.set_written(rows.free[:, None], {s: x[:, t : t + 1] for s, x in written.items()})
-            q, k, v = (x[:, :, t : t + 1] for x in (query, keys, values))
-            out.append(plan.kernel(self._slots, rows, q, k, v, terms.scaling, observed.get("weights")))
+            out.append(plan.kernel(self._slots, rows, *(x[t] for x in by_token), terms.scaling, observed.get("weights")))
             if queries is not None:
                 observed["queries"] = queries[:, :, t]
             if "outputs" in observed:
                 observed["outputs"] = out[-1].reshape(observed["outputs"].shape)
-            if observed:
+            if observed and not (release and release.updates):
                 rows.update(observed, None)
-            rows.release(None, places.evicts[t], places.ragged)
+            if release is None:
+                rows.release(None, places.evicts[t], places.ragged)
+            else:
+                release(self._slots, rows, observed.get("weights"), places.steps[t], places.evicts[t])
         return torch.cat(out, 2)
 
     def read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:

@@ -108,9 +108,7 @@ class Rows(HeldRows):
         After an invalid token nothing has changed, so this frees again the slot that was free.
         """
         empty, rank = self._slots.empty_rank, self.rank
-        self.view.full = not ragged
-        importance = self.importance(self._slots.policy)
-        self.view.full = False
+        importance = self.importance(self._slots.policy, full=not ragged)
         if ragged:  # an unused slot goes before any token
             importance = importance.masked_fill(rank == empty, float("-inf"))
             rank = rank.masked_fill(rank == empty, -1)
@@ -124,9 +122,14 @@ class Rows(HeldRows):
         self.rank.sub_((self.rank > victim_rank).long())
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
 
-    def importance(self, policy: Policy) -> Tensor:
-        """The importance that decides who is evicted: a policy's, and -inf for what no later query may see. [R, S] float32."""
+    def importance(self, policy: Policy, full: bool = False) -> Tensor:
+        """The importance that decides who is evicted: a policy's, and -inf for what no later query may see. [R, S] float32.
+
+        full: every slot holds a token.
+        """
+        self.view.full = full
         window, importance = self._slots.shape.sliding_window, policy.importance(self.view).flatten(0, 1)
+        self.view.full = False
         if window is not None:
             importance = importance.masked_fill(self.view.age.flatten(0, 1) >= window - 1, -inf)
         return importance

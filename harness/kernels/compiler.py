@@ -91,6 +91,12 @@ def built_of(policy: Policy, template: str, name: str) -> Built:
     return built(template, name, tuple((f"{part}_OF_POLICY", text) for part, text in parts.items()))
 
 
+def built_without_policy(template: str, name: str) -> Built:
+    """Build a function from a C file that takes a policy's importance and never calls its expressions."""
+    nothing = dict.fromkeys(("NUMBERS", "MOST_READ", "WIDTHS", "IMPORTANCE", "UPDATES"), "0")
+    return built(template, name, tuple((f"{part}_OF_POLICY", text) for part, text in nothing.items()))
+
+
 def why_untraced(policy: Policy) -> str:
     """Why a bound policy can't be put into a compiled walk; empty if it can."""
     try:

@@ -17,7 +17,7 @@ from kvbench.harness.core.codec import Kivi
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels.compiler import Built, built, built_of, why_untraced
+from kvbench.harness.kernels.compiler import Built, built, built_of, built_without_policy, why_untraced
 from kvbench.harness.kernels.cpu_walk import CpuWalkKernel
 from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
 from kvbench.harness.kernels.tracing import traced
@@ -121,12 +121,17 @@ def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
 
 
 class CpuReleaseKernel:
-    """The bookkeeping after a token, for all layers of one `Slots` at once."""
+    """The bookkeeping after a token, for the rows of one layer or of all.
 
-    updates = True  # the statistics, too
+    Attributes:
+        updates: the policy's own code is in the kernel, which also updates the statistics; otherwise PyTorch computes importance.
+    """
 
-    def __init__(self, kernel: Any, reads: frozenset[str]) -> None:
-        self._kernel, self._reads = kernel, reads
+    of_layer = True
+
+    def __init__(self, kernel: Any, reads: frozenset[str] | None) -> None:
+        """reads: variables in the policy's code; None if it is not in the kernel."""
+        self._kernel, self._reads, self.updates = kernel, reads or frozenset(), reads is not None
 
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
@@ -135,15 +140,21 @@ class CpuReleaseKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 11]
-        return cls(kernel, traced(slots.policy).reads)
+        kernel.argtypes = [*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 12]
+        return cls(kernel, traced(slots.policy).reads if cls._is_traceable(slots) else None)
 
     @staticmethod
-    def built(slots: Slots) -> Built:
-        """The C function. Without float32 statistics and a traceable policy there is neither it nor a reason."""
-        if slots.capacity is None or slots.state_dtype != torch.float32 or why_untraced(slots.policy) or why_unserved(slots):
+    def _is_traceable(slots: Slots) -> bool:
+        return slots.state_dtype == torch.float32 and not why_untraced(slots.policy)
+
+    @classmethod
+    def built(cls, slots: Slots) -> Built:
+        """The C function. Slots that keep sums over what a head holds, or that no kernel serves, get neither it nor a reason."""
+        if slots.capacity is None or any(s.per == "head" for s in slots.tensors.states) or why_unserved(slots):
             return Built()
-        return built_of(slots.policy, "release.c", "release")
+        if cls._is_traceable(slots):
+            return built_of(slots.policy, "release.c", "release")
+        return built_without_policy("release.c", "release")
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """Update the statistics and choose the next token's slot. Arguments: those of `kernel_interface.ReleaseKernel`.
@@ -151,17 +162,21 @@ class CpuReleaseKernel:
         Raises:
             MemoryError: there is no scratch memory.
         """
-        tensors = slots.tensors
-        numbers = [x.data_ptr() + i * x.itemsize for x in tensors.states.values() for i in range(x.stride(1))]
+        importance = None if self.updates or not full else rows.importance(slots.policy, full=True).float().contiguous()
+        of_kernel = slots.tensors.states.values() if self.updates else ()
+        numbers = [x.data_ptr() + i * x.itemsize for x in of_kernel for i in range(x.stride(1))]
         states = (ctypes.c_void_p * len(numbers))(*numbers)
         head = heads_of(rows) if "head" in self._reads else None
         prompt = prompts_of(rows) if "prompt" in self._reads else None
-        arrays = (tensors.rank, tensors.position, slots.layer_index, head, prompt, step, tensors.free)
+        layers = slots.layer_index[rows.base // (slots.rows * slots.num_slots) :]
+        before = importance, mass if self.updates else None
+        arrays = (rows.rank, rows.position, layers, head, prompt, step, rows.free)
         failed = self._kernel(
-            None if mass is None else mass.data_ptr(),
+            *(None if x is None else x.data_ptr() for x in before),
             states,
             *(None if x is None else x.data_ptr() for x in arrays),
-            len(tensors.rank),
+            rows.base,
+            len(rows.rank),
             slots.streams * slots.shape.heads,
             slots.shape.heads,
             slots.shape.group,

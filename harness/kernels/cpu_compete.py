@@ -13,11 +13,9 @@ from torch import Tensor
 
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels.compiler import Built, built, built_of, why_untraced
+from kvbench.harness.kernels.compiler import Built, built_of, built_without_policy, why_untraced
 from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of
 from kvbench.policies.view import mixed_seed
-
-_NO_POLICY = {"NUMBERS": "0", "MOST_READ": "0", "WIDTHS": "0", "IMPORTANCE": "0", "UPDATES": "0"}
 
 
 class _Held(ctypes.Structure):
@@ -32,6 +30,8 @@ class CompeteKernel:
     Attributes:
         updates: the kernel updates the statistics, too; otherwise that is done before.
     """
+
+    of_layer = False
 
     def __init__(self, kernel: Any, updates: bool) -> None:
         self._kernel, self.updates = kernel, updates
@@ -60,7 +60,7 @@ class CompeteKernel:
             return Built()
         if cls._traceable(slots):
             return built_of(slots.policy, "compete.c", "compete")
-        return built("compete.c", "compete", tuple((f"{part}_OF_POLICY", text) for part, text in _NO_POLICY.items()))
+        return built_without_policy("compete.c", "compete")
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """Choose who goes and the next token's slot. The arguments are those of the release kernel.

@@ -131,6 +131,7 @@ class CudaReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once, or for one."""
 
     updates = True  # the statistics, too
+    of_layer = True
 
     def __init__(self, formulas: Formulas) -> None:
         self._policy, self._reads = _policy_module(formulas), formulas.reads

@@ -1,5 +1,5 @@
 /* The bookkeeping after a token: updates the statistics and chooses the slot for the next token. This is a template: compiler.py
-   puts a policy's expressions in.
+   puts a policy's expressions in; those of a policy that has none are not called.
 
    Axis letters: L layers, B streams, N rows of a layer (stream, KV head), R = L * N, G query heads of a KV head, S slots. */
 
@@ -22,28 +22,30 @@ static inline int64_t evict(float *restrict worth, int64_t *restrict ranks, int6
 
 /* Returns 0, or -1 if there is no memory.
 
-   mass: softmax weights [R, G, attended], null if no statistic reads them. states: of each number, a pointer to that of the first
-   slot; of the next slot it is as many places on as its statistic has numbers. rank, position: [R, slots], of which the first
-   `attended` are used; rank and the states are changed. layer: [L]. head: in the model's layer, [R]; null if it is not read.
-   prompt: tokens, [L * B]; null if it is not read. step: of the token, [R]. free_slots: the token's slot, counted over all rows;
-   changed to that of the next token. due: how many tokens to evict; 0 if there is an empty slot. every: how many are evicted at
-   once. window: the layers' sliding window, 0 if none. */
-int64_t release(const float *mass, float *const *states, int64_t *rank, const int64_t *position, const int64_t *layer,
-                const int64_t *head, const int64_t *prompt, const int64_t *step, int64_t *free_slots, int64_t rows,
-                int64_t rows_of_layer, int64_t heads, int64_t group, int64_t slots, int64_t attended, int64_t due, int64_t every,
-                int64_t window, int64_t num_layers, int64_t seed) {
+   given: every slot's importance [R, attended]; null if the policy's expressions say it. mass: softmax weights [R, G, attended],
+   null if the kernel updates no statistic. states: of each number, a pointer to that of the first slot; of the next slot it is as
+   many places on as its statistic has numbers. rank, position: of these rows, [R, slots], of which the first `attended` are used;
+   rank and the states are changed. layer: of these rows, [L]. head: in the model's layer, [R]; null if it is not read. prompt:
+   tokens, [L * B]; null if it is not read. step: of the token, [R]. free_slots: the token's slot, counted over all rows; changed to
+   that of the next token. base: the first slot of these rows, counted likewise. due: how many tokens to evict; 0 if there is an
+   empty slot. every: how many are evicted at once. window: the layers' sliding window, 0 if none. */
+int64_t release(const float *given, const float *mass, float *const *states, int64_t *rank, const int64_t *position,
+                const int64_t *layer, const int64_t *head, const int64_t *prompt, const int64_t *step, int64_t *free_slots,
+                int64_t base, int64_t rows, int64_t rows_of_layer, int64_t heads, int64_t group, int64_t slots, int64_t attended,
+                int64_t due, int64_t every, int64_t window, int64_t num_layers, int64_t seed) {
     float *worth = due ? malloc(attended * sizeof(float)) : 0;
     if (due && !worth) return -1;
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t first = r * slots, *at = position + first;
-        int64_t *ranks = rank + first;
+        const int64_t first = base + r * slots, *at = position + r * slots;
+        int64_t *ranks = rank + r * slots;
         const Now now = {
             step[r], layer[r / rows_of_layer], head ? head[r] : 0, ranks[free_slots[r] - first] + 1,
             prompt ? prompt[r / heads] : 0, group, num_layers, seed,
         };
         if (mass) update_row(mass + r * group * attended, states, ranks, at, first, attended, attended, now);
         if (due) {
-            for (int64_t s = 0; s < attended; s++) worth[s] = importance(loaded(states, first + s), ranks[s], at[s], now);
+            for (int64_t s = 0; s < attended; s++)
+                worth[s] = given ? given[r * attended + s] : importance(loaded(states, first + s), ranks[s], at[s], now);
             if (window)
                 for (int64_t s = 0; s < attended; s++) worth[s] = now.step - at[s] >= window - 1 ? -INFINITY : worth[s];
             for (int64_t i = 0; i < due; i++) free_slots[r] = first + evict(worth, ranks, attended, slots);
