@@ -28,6 +28,7 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
+from kvbench.policies.tova import Tova
 
 DIFFERS = "its attention differs from the plain walk's"
 OTHERS = "% of the tokens it evicts are others than the plain walk's"
@@ -180,6 +181,36 @@ def test_a_step_kernel_with_other_outputs(monkeypatch):
     found = fast_method(model_of("llama"), HEAVY)
     assert is_refused(found, "step kernels", "step_kernel")
     assert found.method.walk_kernel
+
+
+def worst_kept(plain, kernel, slots, rows, *rest):
+    own = rows.importance
+    rows.importance = lambda policy, full=False: -own(policy, full)
+    try:
+        plain(kernel, slots, rows, *rest)
+    finally:
+        del rows.importance
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kernel", "fault", "why"),
+    [
+        (cpu.CpuStepKernel, lambda plain, *args: 1.01 * plain(*args), DIFFERS),
+        (cpu.CpuReleaseKernel, worst_kept, OTHERS),
+        (None, None, ""),
+    ],
+    ids=["attention", "evicted tokens", "no fault"],
+)
+def test_blocks_by_kernels_of_a_step(monkeypatch, kernel, fault, why):
+    """Of a policy that compares heads, whose importance PyTorch computes."""
+    if kernel:
+        wrapped(monkeypatch, kernel, "__call__", fault)
+    found = fast_method(model_of("llama"), CacheConfig(Tova(), 20))
+    assert found.blocks == ("walk" if kernel else "compiled steps")
+    assert found.method.walk_steps == found.method.step_kernel == (kernel is None)
+    assert ("compiled steps: " in found.refused) == bool(kernel)
+    assert why in found.refused
 
 
 class Stale(Graph):
