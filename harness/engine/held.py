@@ -238,12 +238,10 @@ class HeldRows:
         if not self.summed:
             return {}
         view, heads = self.view, self._slots.shape.heads
-        stored = view.keys, view.values, view.position
+        keys, values, position = view.keys, view.values, view.position.clamp(min=0)
         if slots is not None:
             index = slots.unflatten(0, (-1, heads))
-            stored = tuple(x.take_along_dim(_like(index, x), 2) for x in stored)
-        keys, values, position = stored
-        position = position.clamp(min=0)
+            keys, values, position = (x.take_along_dim(_like(index, x), 2) for x in (keys, values, position))
         token = Written(keys, values, position, torch.zeros_like(position), self._rotated, self._output)
         parts = {s: x for s in self.summed if (x := s.written(token)) is not None}
         mask = tokens.unflatten(0, (-1, heads))

@@ -153,7 +153,8 @@ class Shortcuts:
         for t, rank in enumerate(places.ranks):
             rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])
             rows.set_written(rows.free[:, None], {s: x[:, t : t + 1] for s, x in written.items()})
-            out.append(plan.kernel(self._slots, rows, *(x[t] for x in by_token), terms.scaling, observed.get("weights")))
+            q, k, v = (x[t] for x in by_token)
+            out.append(plan.kernel(self._slots, rows, q, k, v, terms.scaling, observed.get("weights")))
             if queries is not None:
                 observed["queries"] = queries[:, :, t]
             if "outputs" in observed:
