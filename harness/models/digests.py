@@ -11,7 +11,10 @@ from kvbench.harness.core.user_cache import cache_folder, make_private
 
 
 def file_digest(file: Path) -> str:
-    """Return the sha256 of a file. Digests are cached by path, size and modification time, since weights are large."""
+    """Return the sha256 of a file. Digests are cached by path, size and times, since weights are large.
+
+    Unpackers and copies set the time of modification, but none can set that of the last change of the file's inode.
+    """
     folder = cache_folder()
     try:
         cache = {} if folder is None else json.loads((folder / "digests.json").read_text())
@@ -19,7 +22,7 @@ def file_digest(file: Path) -> str:
         cache = {}
     cache = cache if isinstance(cache, dict) else {}  # the file is damaged
     stat = file.stat()
-    name = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    name = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}"
     if name in cache:
         return str(cache[name])
     with file.open("rb") as stream:
