@@ -13,7 +13,10 @@ from conftest import bench
 
 from kvbench.harness.core import plugins, user_files
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.models.config import read_config
+from kvbench.harness.run.cache_arguments import policy_of
+from kvbench.harness.run.python import run
 
 ENTRIES = """[bench.policies]
 fails = theirs_fails:Fails
@@ -218,3 +221,38 @@ def test_other_processes_get_only_files_that_could_be_executed(tmp_path):
     assert str(tmp_path / "right.py") in names
     assert str(tmp_path / "typo.py") not in names
     user_files.receive([user_files.UserFile("broken.py", "kv_bench_broken", "broken.py", b"1 / 0")])  # no cell here needs it
+
+
+EDITED = """
+from dataclasses import dataclass
+
+from kvbench.policies import Policy
+
+
+@dataclass(frozen=True)
+class Own(Policy):
+    number: int = %d
+
+    def importance(self, view):
+        return view.position
+"""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("call", ["Cache", "run"])
+def test_a_file_that_is_edited_runs_as_edited_from_the_next_call_on(call, tmp_path):
+    """Until then, as in a run that goes on, its digest is that of the code that runs."""
+    file = tmp_path / "own.py"
+    name = f"{file}:Own"
+    file.write_text(EDITED % 1)
+    digest = source_digest(plugins.policy_class(name)())
+    file.write_text(EDITED % 2)
+    assert plugins.policy_class(name)().number == 1
+    assert source_digest(plugins.policy_class(name)()) == digest
+    if call == "Cache":
+        assert policy_of(name, {}).number == 2
+    else:
+        with pytest.raises(UserError):
+            run("no such suite", policies=name)
+    assert plugins.policy_class(name)().number == 2
+    assert source_digest(plugins.policy_class(name)()) != digest

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import linecache
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.abc import SourceLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import decode_source, module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
@@ -38,7 +40,7 @@ _received: dict[str, UserFile] = {}  # from the process that started the run
 
 
 def user_module(name: str) -> ModuleType:
-    """Return the module of a file, which is executed once.
+    """Return the module of a file, which is executed once, or again after `forget_changed`.
 
     Raises:
         UserError: there is no such file.
@@ -58,6 +60,15 @@ def user_module(name: str) -> ModuleType:
     executed = _execute(file)
     _loaded[name] = file  # other processes get only files that could be executed
     return executed
+
+
+def forget_changed() -> None:
+    """Forget the files that were edited since they were loaded. To be called where a user's call begins, never during a run."""
+    for name, file in list(_loaded.items()):
+        path = Path(file.path)
+        if path.exists() and path.read_bytes() != file.content:
+            sys.modules.pop(file.module, None)
+            del _loaded[name]
 
 
 def loaded_files() -> list[UserFile]:
@@ -87,6 +98,8 @@ def _execute(file: UserFile) -> ModuleType:
     except BaseException:
         del sys.modules[file.module]
         raise
+    lines = io.StringIO(f"{decode_source(file.content).removesuffix(chr(10))}\n").readlines()
+    linecache.cache[file.path] = len(file.content), None, lines, file.path  # whatever the file becomes, this is what runs
     return module
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.harness.core import plugins
+from kvbench.harness.core import plugins, user_files
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.suite import policy_with
 from kvbench.policies import Policy
@@ -57,6 +57,7 @@ def policy_of(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]
     if isinstance(policy, Policy) and not parameters:
         policy_with(type(policy).__name__, type(policy), {f.name: getattr(policy, f.name) for f in fields(policy)}, _OPTION)
         return policy
+    user_files.forget_changed()
     kind = plugins.policy_class(policy) if isinstance(policy, str) else policy
     if not (inspect.isclass(kind) and issubclass(kind, Policy)):
         raise UserError(f"policy: expected a name, file.py:Class, a class or an instance with its parameters, not {policy!r}")

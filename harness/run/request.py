@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbench.harness.core import user_files
 from kvbench.harness.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class RunRequest:
         """
         from kvbench.harness import suite as suites
 
+        user_files.forget_changed()
         if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
             return self._of_tasks(suites.with_references([self._recorded_cell(results)]))
         overrides = suites.Overrides(self.model, self.dtype, self.policies, self.settings)
