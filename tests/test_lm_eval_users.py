@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
@@ -40,6 +43,17 @@ def test_kept_answers_are_those_of_the_same_arguments(tmp_path):
         with pytest.raises(UserError, match=r"a\.db holds answers of another model, policy"):
             answers(model_of(other), tmp_path / "a.db")
     assert answers(model_of("policy=sink_window,capacity=16"), tmp_path / "b.db") != first
+
+
+def test_kept_answers_are_those_of_the_same_tokenizer(tmp_path):
+    copied = Path(shutil.copytree(model_directory("builtin:sink_2", None, False), tmp_path / "model"))
+    arguments = {"pretrained": str(copied)}
+    signatures = [Arguments.from_model_args(arguments).signature()]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copied / name).write_text((copied / name).read_text() + "\n")
+        signatures.append(Arguments.from_model_args(arguments).signature())
+    assert len({*signatures}) == 3
+    assert signatures[-1] == Arguments.from_model_args(arguments).signature()
 
 
 def test_answers_of_which_nothing_is_known_are_not_used(tmp_path):
@@ -145,6 +159,30 @@ def test_a_mistake_in_a_task_of_a_suite_is_one_line(mistake, tmp_path):
     assert mistake in str(error.value)
     with pytest.raises(UserError, match=r"include: .*none: no such folder"):
         LmEval.data(LmEvalOptions(tasks="mine", include=str(tmp_path / "none")), lambda: tokenizer, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "was", "becomes"),
+    [("mine.yaml", "max_gen_toks: 5", "max_gen_toks: 6"), ("data.jsonl", '"a": "b"', '"a": "c"')],
+    ids=["length of answers", "right answer"],
+)
+def test_a_users_task_that_was_edited_is_another_version(file, was, becomes, tmp_path, monkeypatch):
+    """The prompts stay the same, so their digest can't tell."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "data.jsonl").write_text('{"q": "a", "a": "b"}\n' * 2)
+    (tmp_path / "tasks/mine.yaml").write_text(TASK.replace("DATA", str(tmp_path / "data.jsonl")))
+    tokenizer = load_tokenizer(model_directory("builtin:sink_2", None, False))
+    edited = tmp_path / ("tasks" if file == "mine.yaml" else "") / file
+    facts = []
+    for place in range(3):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / f"cache{place}")
+        if place == 2:
+            edited.write_text(edited.read_text().replace(was, becomes))
+        data = LmEval.data(LmEvalOptions(tasks="mine", include=str(tmp_path / "tasks")), lambda: tokenizer, None)
+        facts.append(data.facts())
+    assert facts[0] == facts[1]
+    assert facts[1]["ids_sha256"] == facts[2]["ids_sha256"]
+    assert facts[1]["task_version"] != facts[2]["task_version"]
 
 
 def test_silence_is_that_of_a_thread(capsys):

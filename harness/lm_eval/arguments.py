@@ -22,7 +22,7 @@ from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.lm_eval.reading import Prompt, RequestReader
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
-from kvbench.harness.models.load import DTYPES, device_of, load_model, load_tokenizer
+from kvbench.harness.models.load import DTYPES, device_of, load_model, load_tokenizer, tokenizer_digest
 from kvbench.harness.rules.rules import refuse_if_broken
 from kvbench.harness.suite import Settings, policy_with, validated
 from kvbench.policies import PositionMode
@@ -98,9 +98,10 @@ class Arguments(BaseModel):
             raise UserError(str(error)) from None
 
     def signature(self) -> str:
-        """A hash of everything that answers depend on: the arguments, the weights and the policy's source."""
-        weights = weights_digest(model_directory(self.pretrained, self.revision, self.pickle, self.gguf_file))
-        parts = [self.model_dump(exclude={"batch_size"}), weights, source_digest(self._config().policy)]
+        """A hash of everything that answers depend on: the arguments, the model's files and the policy's source."""
+        directory = model_directory(self.pretrained, self.revision, self.pickle, self.gguf_file)
+        files = [weights_digest(directory), tokenizer_digest(directory)]
+        parts = [self.model_dump(exclude={"batch_size"}), *files, source_digest(self._config().policy)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _config(self) -> CacheConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kvbench.harness.core.errors import RefusedModelError, UserError, did_you_me
 from kvbench.harness.engine.attention import NAME
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.models.config import first_cause, read_config
+from kvbench.harness.models.digests import file_digest
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check, has_finite_output
@@ -32,6 +34,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
     "tiktoken.model",
 )
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _LEAST_USED = 0.9  # share of a vocabulary that its tokenizer uses
 _PADDING = 256  # entries of a vocabulary, up to which even a small one may be padded
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -145,6 +148,12 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not tokenizer("a word", add_special_tokens=False)["input_ids"]:
         raise UserError(f"{name}: its tokenizer gives no tokens for a word: is tokenizer.json complete?")
     return tokenizer
+
+
+def tokenizer_digest(directory: Path) -> str:
+    """sha256 over the files of a model's tokenizer."""
+    files = [directory / name for name in (*_TOKENIZER_FILES, *_TOKENIZER_SETTINGS)]
+    return hashlib.sha256("".join(file_digest(file) for file in files if file.exists()).encode()).hexdigest()
 
 
 def tokenizer_differs(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,8 +109,17 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase, directo
     questions = len({i.doc_id for i in task.instances})
     ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in ids_of_requests]))
     version = str(task.VERSION)
+    if options.include is not None:
+        version += f"+{_digest_of_included(Path(options.include), task.instances)[:12]}"
     source = f"lm-eval, {options.tasks} version {version}"
     return LmEvalData(loaded, tokenizer, source, version, questions, lengths_of_all, ids)
+
+
+def _digest_of_included(folder: Path, instances: Sequence[Instance]) -> str:
+    """sha256 of what decides the scores of a user's task: its files, and documents with the right answers."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix in (".yaml", ".py") and file.is_file())
+    documents = [json.dumps(instance.doc, sort_keys=True, default=repr).encode() for instance in instances]
+    return hashlib.sha256(b"\0".join([*(file.read_bytes() for file in files), *documents])).hexdigest()
 
 
 def _set_generation(task: Any, options: LmEvalOptions) -> None:
