@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from kvbench.harness.core.files import atomic_write, new_partial, put_in_place, remove_partials
@@ -20,6 +23,12 @@ def test_what_fails_half_way_changes_nothing(tmp_path):
         write_half()
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="No space left on device") as caught, atomic_write(tmp_path / "page.md"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.filename == str(tmp_path / "page.md")
 
 
 def test_a_symbolic_link_is_replaced_and_its_target_left_alone(tmp_path):

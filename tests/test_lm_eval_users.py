@@ -13,7 +13,9 @@ import torch
 from conftest import bench
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval import catalogue
@@ -97,6 +99,33 @@ def test_what_lm_eval_and_transformers_refuse_is_one_line(options, says, capsys,
     assert code == 2
     assert says in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_a_users_folder_of_tasks_stands_beside_ours(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("include_path: theirs\n")
+    ours = str(catalogue.GENERATED)
+    assert catalogue.with_our_tasks(None, None) == ours
+    assert catalogue.with_our_tasks("mine", None) == [ours, "mine"]
+    assert catalogue.with_our_tasks(None, str(config)) == [ours, "theirs"]
+    assert catalogue.with_our_tasks("mine", str(config)) == [ours, "mine"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("<s> ", ""), ("<s> ", " </s>"), ("", " </s>")])
+def test_a_tokenizer_that_adds_a_token_after_a_text_is_refused(before, after, model_dir):
+    """lm-eval would score it in place of a token of the answer."""
+    tokenizer = load_tokenizer(model_dir)
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(["<s>", "</s>"])
+    marks = [(mark, backend.token_to_id(mark)) for mark in ("<s>", "</s>") if mark in before + after]
+    backend.post_processor = TemplateProcessing(single=f"{before}$A{after}", special_tokens=marks)
+    changed = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    reader = model_of("policy=dense").reader
+    if after:
+        with pytest.raises(UserError, match="adds </s> after a text"):
+            KVBench(reader, changed)
+    else:
+        assert KVBench(reader, changed).reader is reader
 
 
 TASK = """task: mine

@@ -212,6 +212,31 @@ def test_a_local_models_place_is_not_part_of_the_cell(tmp_path, model_dir):
     assert str(model_dir.parent) not in str(first.as_json())
 
 
+POLICY = """from kvbench import Policy
+
+class Mine(Policy):
+    def importance(self, view):
+        return view.position.float()
+"""
+
+
+def test_two_files_whose_records_would_be_the_same_are_refused(tmp_path, model_dir):
+    """Ids have the bare names of files and folders, so a second one would not be measured."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(POLICY)
+    names = [f"{tmp_path}/{folder}/mine.py:Mine" for folder in ("a", "b")]
+    with pytest.raises(UserError, match=r"a/mine.py:Mine and .*b/mine.py:Mine would have the same records"):
+        load(tmp_path, policies=names, settings=["capacity=8"])
+    again = f"{tmp_path}/b/../a/mine.py:Mine"
+    assert [c.name for c in load(tmp_path, policies=[names[0], again], settings=["capacity=8"])] == names[:1]
+    copies = tmp_path / "c" / model_dir.name, tmp_path / "d" / model_dir.name
+    for copy in copies:
+        copy.mkdir(parents=True)
+    with pytest.raises(UserError, match="would have the same records"):
+        load(tmp_path, GOOD.replace("{id: a/b}", f"[{{id: {copies[0]}}}, {{id: {copies[1]}}}]"))
+
+
 @pytest.fixture(scope="module")
 def fits() -> Callable[[Any], None]:
     """Raises if a suite does not fit the exported schema, which takes seconds to make."""

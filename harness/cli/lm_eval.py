@@ -45,8 +45,6 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
     if command[0] == "run" and not options & {"-h", "--help"}:
         command += [] if options & {"--model", "-M", "--config", "-C"} else ["--model", "kvbench"]
         command += [] if options & {"--batch_size", "-b", "--config", "-C"} else ["--batch_size", "16"]
-    if not options & {"--include_path", "-h", "--help"}:
-        command += ["--include_path", str(catalogue.GENERATED)]
     catalogue.keep_requests_apart(command)
     sys.argv = ["bench lm-eval", *command]
     setup_logging()
@@ -54,6 +52,8 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
     parsed = parser.parse_args()
     try:
         catalogue.refuse_settings(vars(parsed))
+        if hasattr(parsed, "include_path"):
+            parsed.include_path = catalogue.with_our_tasks(parsed.include_path, getattr(parsed, "config", None))
         parser.execute(parsed)
     except UserError:
         raise

@@ -62,8 +62,10 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         with partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
         put_in_place(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk, which says no name
+            error.filename = str(path)
         raise
 
 

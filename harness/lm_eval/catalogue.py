@@ -67,6 +67,14 @@ def keep_requests_apart(command: Sequence[str]) -> None:
     cache.PATH = str(Path(cache.PATH) / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16])
 
 
+def with_our_tasks(include: str | None, config: str | None) -> str | list[str]:
+    """The folders of tasks beside lm-eval's own: ours, and what `--include_path` or the file of `--config` names."""
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    given = include or (EvaluatorConfig.load_yaml_config(config).get("include_path") if config else None)
+    return [str(GENERATED), given] if given else str(GENERATED)
+
+
 def refuse_settings(options: Mapping[str, Any]) -> None:
     """Refuse options of lm-eval's command, and settings of its `--config`, that it would take without a word.
 

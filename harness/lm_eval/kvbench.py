@@ -62,7 +62,17 @@ class KVBench(HFLM):  # type: ignore[misc]
         first character of a request's question, which is read after the prompt before it has been cut; None if the question is
         part of the prompt. `signature` identifies everything that answers depend on besides the requests; without it, answers
         can't be kept by lm-eval's `use_cache`.
+
+        Raises:
+            UserError: the tokenizer adds a token after a text, which lm-eval would score as part of an answer.
         """
+        text, bare = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
+        if text[len(text) - len(bare) :] != bare:
+            added = tokenizer.convert_ids_to_tokens(text[-1])
+            raise UserError(
+                f"the tokenizer adds {added} after a text, which lm-eval would score: set add_eos_token to false in its "
+                "tokenizer_config.json, or take the token out of the post-processor in its tokenizer.json"
+            )
         self.reader, self._on_progress, self._question_start = reader, on_progress, question_start
         self._sample_seed, self._signature = sample_seed, signature
         self._before_question: dict[str, str] = {}  # by prompt: its text before the question

@@ -185,10 +185,28 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
         ),
         path,
     )
-    unique = list({cell.id: cell for cell in cells}.values())
+    unique = _unique(cells)
     if not unique:
         raise UserError(f"{path}: 0 cells: one of its lists is empty")
     return suite, with_references(unique)
+
+
+def _unique(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells, each once.
+
+    Raises:
+        UserError: two have the same id, but a user's policy, task or model of another file, since ids leave out folders.
+    """
+    known: dict[str, Cell] = {}
+    for cell in cells:
+        other = known.setdefault(cell.id, cell)
+        pairs = [(cell.name, other.name, type(cell.policy), type(other.policy))]
+        pairs += [(cell.task.name, other.task.name, *(plugins.task_class(c.task.name) for c in (cell, other)))]
+        pairs += [(cell.model.id, other.model.id, *(Path(c.model.id).expanduser().resolve() for c in (cell, other)))]
+        for name, other_name, source, other_source in pairs:
+            if source != other_source:
+                raise UserError(f"{other_name} and {name} would have the same records, which leave out folders: rename one")
+    return list(known.values())
 
 
 def with_references(cells: Iterable[Cell]) -> list[Cell]:
