@@ -200,13 +200,17 @@ def _unique(cells: Iterable[Cell]) -> list[Cell]:
     known: dict[str, Cell] = {}
     for cell in cells:
         other = known.setdefault(cell.id, cell)
-        pairs = [(cell.name, other.name, type(cell.policy), type(other.policy))]
-        pairs += [(cell.task.name, other.task.name, *(plugins.task_class(c.task.name) for c in (cell, other)))]
-        pairs += [(cell.model.id, other.model.id, *(Path(c.model.id).expanduser().resolve() for c in (cell, other)))]
-        for name, other_name, source, other_source in pairs:
+        for (name, source), (other_name, other_source) in zip(_sources(cell), _sources(other), strict=True):
             if source != other_source:
                 raise UserError(f"{other_name} and {name} would have the same records, which leave out folders: rename one")
     return list(known.values())
+
+
+def _sources(cell: Cell) -> list[tuple[str, object]]:
+    """What the names of a cell's policy, task and model stand for on this machine."""
+    model = cell.model.id
+    task = plugins.task_class(cell.task.name)
+    return [(cell.name, type(cell.policy)), (cell.task.name, task), (model, Path(model).expanduser().resolve())]
 
 
 def with_references(cells: Iterable[Cell]) -> list[Cell]:
