@@ -86,13 +86,18 @@ def smollm2() -> str:
     column = perplexities("smollm2-prompt", "prompt", BUDGET, "stream")
     tied = {policy for policy, (_, p) in _against_control(column).items() if p >= 0.05}
     recalled, times = _recalled(), _step_times()
-    head = ["policy, 256 tokens per head", "perplexity lost, %", "facts recalled, %, question seen/unseen", "MB of K and V"]
+    head = [
+        "policy, 256 tokens per head",
+        "perplexity lost, %",
+        "facts recalled, %, seen/unseen",
+        "MB of K and V",
+        "ms per token",
+    ]
     rows = [
-        [name(p), _lost(p, column).replace(" %", "") + " =" * (p in tied), recalled.get(p, "–"), megabytes(column[p])]
-        + ([times.get(p, "–")] if times else [])
+        [name(p), _lost(p, column).replace(" %", "") + " =" * (p in tied), recalled[p], megabytes(column[p]), times.get(p, "–")]
         for p in _best_first(column, (p for p in column if p in _IN_README))
     ]
-    return _markdown([*head, *(["ms per token"] if times else [])], rows, "lrrrr"[: len(rows[0])])
+    return _markdown(head, rows, "lrrrr")
 
 
 def _recalled() -> dict[str, str]:
@@ -109,12 +114,17 @@ def _share(answers: Sequence[QuestionMetrics]) -> str:
     return f"{100 * sum(m.right or 0 for m in answers) / sum(m.questions for m in answers):.0f}"
 
 
-def _step_times() -> dict[str, str]:
-    """Return milliseconds of a decode step after 1,024 tokens, by policy; empty if not measured."""
-    if not (RESULTS / "smollm2_latency.jsonl").exists():
-        return {}
-    steps = ((r, r.measured(StepMetrics)) for r in measured("smollm2-latency") if r.cell.options["tokens"] == 1024)
+def _step_times(tokens: int = 1024) -> dict[str, str]:
+    """Return milliseconds of a decode step after so many tokens, by policy."""
+    steps = ((r, r.measured(StepMetrics)) for r in measured("smollm2-latency") if r.cell.options["tokens"] == tokens)
     return {record.cell.policy: f"{metrics.step_ms:.0f}" for record, metrics in steps if metrics}
+
+
+def step_times() -> str:
+    """Return times of a decode step of SmolLM2, a row per policy."""
+    columns = _step_times(1024), _step_times(4096)
+    head = ["policy, 256 tokens per head", "ms after 1,024 tokens", "after 4,096"]
+    return _markdown(head, [[name(p), *(column.get(p, "–") for column in columns)] for p in columns[0]], "lrr")
 
 
 def _lost(policy: str, column: dict[str, Record]) -> str:
