@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+from conftest import model_of, tokens_of
+
+from kvbench.harness.core.codec import Codec
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.policies.adakv import AdaKV
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
 
 # A process for each policy, forked from one that has imported everything; its peak begins at what it holds then.
 CODE = r"""
@@ -60,3 +70,43 @@ def test_peak_memory_is_flat_over_the_stream(policy, growth):
 @pytest.mark.slow("processes of its own")
 def test_the_same_measurement_sees_a_cache_that_does_grow(growth):
     assert growth["dense"] > 16 * 2**20
+
+
+def stores(read: CachedDecoder) -> list[object]:
+    """The objects that hold the tensors of K and V."""
+    return [x for walk in read.walks for x in walk.slots.tensors.pool or (walk.slots.tensors.keys, walk.slots.tensors.values)]
+
+
+@pytest.fixture
+def uncollected():
+    """No garbage collector runs, so that only what nothing refers to is freed."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt"),
+    [
+        (CacheConfig(Dense(), None), 0),
+        (CacheConfig(Dense(), None, kv=Codec("int8")), 0),
+        (CacheConfig(H2O(), 16, evict="prompt"), 64),
+        (CacheConfig(AdaKV(), 16), 0),
+    ],
+    ids=["dense", "int8", "after a cut", "pool"],
+)
+def test_outgrown_tensors_are_freed_at_once(uncollected, config, prompt):
+    """Each cache and its views must not refer to each other, or a growing cache is held many times over."""
+    read, tokens = CachedDecoder(model_of("llama"), config), tokens_of(600)
+    if prompt:
+        read.read_prompt(tokens[:, :prompt], 32, once=True)
+    ever: weakref.WeakSet[object] = weakref.WeakSet(stores(read))
+    number = len(ever)
+    for block in tokens[:, prompt:].split(40, 1):
+        read(block)
+        grown = [store for store in stores(read) if store not in ever]
+        number += len(grown)
+        ever.update(grown)
+        del grown
+    assert number > len(stores(read)), "nothing grew"
+    assert set(ever) == set(stores(read))

@@ -7,12 +7,13 @@ n tokens held, k extra axes of a statistic.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from kvbench.harness.engine.slot_stores import StoredView, as_written
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import CacheView, Statistic, Written
@@ -62,7 +63,9 @@ class HeldRows:
         index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
-        rest = self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
+        # A method of the rows would let view and rows hold each other, and outgrown tensors until the garbage collector runs.
+        self._rotate = partial(_rotated, slots.shape.rotation)
+        rest = self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotate
         self.view: CacheView
         if slots.codec is None and self._pages is None and not slots.keys_rotated:
             keys, values = (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
@@ -90,13 +93,6 @@ class HeldRows:
     def values(self) -> Tensor:
         """Stored values. A coded cache decodes them at every call. [R, S, Dv], the model's dtype."""
         return self._values.read()
-
-    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
-        """`CacheView.rotate`."""
-        rotation = self._slots.shape.rotation
-        if rotation is None:
-            return x
-        return rotate(x.contiguous(), rotation.factors(position.expand(x.shape[:-1]), x.dtype, LONGEST_STREAM))
 
     def of_streams(self, x: Tensor) -> Tensor:
         """[B, T] -> [R, T]."""
@@ -178,7 +174,7 @@ class HeldRows:
             return {}
         heads = self._slots.shape.heads
         keys, values, steps, tokens = (x.unflatten(0, (-1, heads)) for x in (key, value, step, ids))
-        token = Written(keys, values, steps, tokens, self._rotated, self._output)
+        token = Written(keys, values, steps, tokens, self._rotate, self._output)
         values_of = {s: s.written(token) for s in self.states}
         return {s: x.flatten(0, 1) for s, x in values_of.items() if x is not None}
 
@@ -242,10 +238,17 @@ class HeldRows:
         if slots is not None:
             index = slots.unflatten(0, (-1, heads))
             keys, values, position = (x.take_along_dim(_like(index, x), 2) for x in (keys, values, position))
-        token = Written(keys, values, position, torch.zeros_like(position), self._rotated, self._output)
+        token = Written(keys, values, position, torch.zeros_like(position), self._rotate, self._output)
         parts = {s: x for s in self.summed if (x := s.written(token)) is not None}
         mask = tokens.unflatten(0, (-1, heads))
         return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}
+
+
+def _rotated(rotation: Rotation | None, x: Tensor, position: Tensor) -> Tensor:
+    """`CacheView.rotate` of a layer."""
+    if rotation is None:
+        return x
+    return rotate(x.contiguous(), rotation.factors(position.expand(x.shape[:-1]), x.dtype, LONGEST_STREAM))
 
 
 def writes(statistic: Statistic) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,7 +176,9 @@ class _Elsewhere(CacheView):
         """view: of the layer; device: to put it on."""
         self._view, self._device, self._tensors = view, device, dict[str, Tensor]()
         self.states, self.num_layers, self.seed = _Moved(view.states, device), view.num_layers, view.seed
-        self.rotate = self._rotated
+        self.rotate = partial(
+            _rotated_elsewhere, view
+        )  # not a method, which would hold the tensors until the garbage collector runs
 
     def __getattr__(self, name: str) -> Any:
         """Return a tensor of the view, moved when it is first looked at."""
@@ -185,7 +188,8 @@ class _Elsewhere(CacheView):
             self._tensors[name] = getattr(self._view, name).to(self._device)
         return self._tensors[name]
 
-    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
-        """`CacheView.rotate`, by tables that are elsewhere."""
-        home = self._view.rank.device
-        return self._view.rotate(x.to(home), position.to(home)).to(x.device)
+
+def _rotated_elsewhere(view: CacheView, x: Tensor, position: Tensor) -> Tensor:
+    """`CacheView.rotate`, by tables on the device of a view."""
+    home = view.rank.device
+    return view.rotate(x.to(home), position.to(home)).to(x.device)
