@@ -176,9 +176,7 @@ class _Elsewhere(CacheView):
         """view: of the layer; device: to put it on."""
         self._view, self._device, self._tensors = view, device, dict[str, Tensor]()
         self.states, self.num_layers, self.seed = _Moved(view.states, device), view.num_layers, view.seed
-        self.rotate = partial(
-            _rotated_elsewhere, view
-        )  # not a method, which would hold the tensors until the garbage collector runs
+        self.rotate = partial(_rotated_elsewhere, view)  # a method would hold the tensors until the garbage collector runs
 
     def __getattr__(self, name: str) -> Any:
         """Return a tensor of the view, moved when it is first looked at."""
