@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbench.harness.core.codec import QUANTIZED_CACHE
 from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.markdown import table
 from kvbench.harness.report.pairing import mean_of, paired
 from kvbench.harness.report.ranks import holm
@@ -120,11 +120,17 @@ def _step_times(tokens: int = 1024) -> dict[str, str]:
     return {record.cell.policy: f"{metrics.step_ms:.0f}" for record, metrics in steps if metrics}
 
 
-def step_times() -> str:
-    """Return times of a decode step of SmolLM2, a row per policy."""
-    columns = _step_times(1024), _step_times(4096)
-    head = ["policy, 256 tokens per head", "ms after 1,024 tokens", "after 4,096"]
-    return _markdown(head, [[name(p), *(column.get(p, "–") for column in columns)] for p in columns[0]], "lrr")
+def _peaks(tokens: int) -> dict[str, str]:
+    """Return the peak of memory above the weights after so many tokens, in MiB, by policy."""
+    peaks = ((r, r.measured(PeakMetrics)) for r in measured("smollm2-memory") if r.cell.options["tokens"] == tokens)
+    return {record.cell.policy: f"{metrics.peak_bytes / 2**20:,.0f}" for record, metrics in peaks if metrics}
+
+
+def steps_and_peaks() -> str:
+    """Return times of a decode step and peaks of memory of SmolLM2, a row per policy."""
+    columns = [part(tokens) for part in (_step_times, _peaks) for tokens in (1024, 4096)]
+    head = ["policy, 256 tokens per head", "step after 1,024, ms", "after 4,096", "peak after 1,024, MiB", "after 4,096"]
+    return _markdown(head, [[name(p), *(column.get(p, "–") for column in columns)] for p in columns[0]], "lrrrr")
 
 
 def _lost(policy: str, column: dict[str, Record]) -> str:
