@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import bench, model_of
 
-from kvbench.harness.run import reading
+from kvbench.harness.run import reading_plan
 
 pytestmark = pytest.mark.fast
 
@@ -37,5 +37,5 @@ def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys,
     ],
 )
 def test_as_many_tokens_pass_a_layer_at_once_as_their_logits_leave_room_for(monkeypatch, free, streams, tokens):
-    monkeypatch.setattr(reading, "free_bytes", lambda device: free)
-    assert reading._block_that_fits(model_of("llama"), streams) == tokens
+    monkeypatch.setattr(reading_plan, "free_bytes", lambda device: free)
+    assert reading_plan._block_that_fits(model_of("llama"), streams) == tokens

@@ -200,7 +200,7 @@ def test_nothing_in_a_record_is_invisible_on_the_page():
     other = record("window", data=made.data.as_json(), facts={"device": evil})
     made, other = (changed(r, cell={"model": {"id": evil, "dtype": "float32"}}) for r in (made, other))
     page = section(made, [other])
-    shown = [page.text, *(c.suite + json.dumps(c.spec, ensure_ascii=False) for c in page.charts)]
+    shown = [page.text, *(json.dumps(c.spec, ensure_ascii=False) for c in page.charts)]
     assert page.charts
     assert all(c.isprintable() or c == "\n" for text in shown for c in text)
     assert "a&#91;2J1mb c" in page.text
