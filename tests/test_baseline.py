@@ -143,33 +143,6 @@ def test_nothing_else_is_replaced_and_nothing_measured_before_that_is_said(there
         made(folder, tmp_path / "at-the-end")
 
 
-def test_a_crash_half_way_leaves_the_old_baseline_or_the_new(folder, tmp_path, monkeypatch):
-    before, plain = contents(folder), Path.rename
-
-    def dies(self, target):
-        if Path(target).name == "mine" and "measured" not in str(self) and ".old" not in str(self):
-            raise KeyboardInterrupt
-        return plain(self, target)
-
-    monkeypatch.setattr(Path, "rename", dies)
-    with pytest.raises(KeyboardInterrupt):
-        made(folder, tmp_path / "again", 3.0)
-    monkeypatch.undo()
-    assert contents(folder) == before
-    folder.rename(folder.with_name(".mine.0123456789abcdef.old"))  # killed between the two renames
-    assert baseline.load(folder)[0].why == "a try"
-    assert contents(folder) == before
-
-
-def test_what_comes_into_the_folder_meanwhile_is_not_lost(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(baseline, "replaceable", lambda path: path.resolve())
-    (folder / "note.txt").write_text("remember")
-    with pytest.raises(UserError, match=r"note\.txt was added during the update"):
-        made(folder, tmp_path / "again")
-    assert (folder / "note.txt").read_text() == "remember"
-    assert [p.name for p in folder.parent.iterdir()] == ["mine"]
-
-
 @pytest.mark.parametrize("name", [name for name, t in TAMPERED.items() if t.side == "baseline"])
 def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
     shutil.move(folder, folder.with_name("published"))
@@ -181,7 +154,7 @@ def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
 
 def test_a_record_that_is_not_listed_is_refused(folder):
     RecordStore(folder).write(record("window", 9))
-    with pytest.raises(UserError, match="does not list this record"):
+    with pytest.raises(UserError, match="is not listed"):
         baseline.load(folder)
 
 
@@ -245,15 +218,13 @@ BAND = {"ratio": 1.0, "low": 0.9, "high": 1.1, "runs": 8}
         {"options": 3},
         {"options": {"threads": 0}},
         {"bands": {"a": BAND | {"ratio": float("nan")}}},
-        {"bands": {"a": BAND | {"low": 2.0}}},
         {"bands": {"a": BAND | {"high": float("inf")}}},
         {"bands": {"a": 3}},
         {"bands": [1]},
-        {"cells": {}},
-        {"cells": {"a": 3}},
-        {"cells": {"a": {"status": "ok", "record": "../../x", "sha256": "0" * 64}}},
-        {"cells": {"a": {"status": "ok", "record": "/etc/passwd", "sha256": "0" * 64}}},
-        {"cells": {"a": {"status": "ok", "record": "gone.json", "sha256": "0" * 64}}},
+        {"records": {}},
+        {"records": {"gone.json": 3}},
+        {"records": {"gone.json": "0" * 64}},
+        {"records": {"../../x": "0" * 64}},
     ],
     ids=str,
 )

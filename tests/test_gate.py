@@ -203,8 +203,6 @@ def memory(**metrics):
         ({"allocated_bytes": 200_000}, "memory", "better"),
         ({"peak_bytes": 700_000}, "memory", "ok"),
         ({"growth_bytes": 0}, "memory", "ok"),
-        ({"flags": ["its peak rose by 9 bytes"]}, "flags", "regression"),
-        ({"flags": ["unsettled: medians"]}, "flags", "ok"),
         ({"how": "psutil"}, "memory", "not compared"),
     ],
 )
@@ -212,17 +210,6 @@ def test_memory_is_held(metrics, check, state):
     """Pages and allocators vary by some hundred KiB. A leak is larger."""
     findings = gate.check(([memory()], Path()), ([memory(**metrics)], Path()), {})
     assert [f.state for f in findings if f.check == check] == [state]
-
-
-@pytest.mark.parametrize(
-    ("flag", "state"),
-    [("its peak rose by 12 bytes", "ok"), ("cliff at token 256", "regression")],
-    ids=["the same with another number", "of another kind"],
-)
-def test_a_flag_beside_one_that_the_baseline_has(flag, state):
-    before = memory(flags=["its peak rose by 9 bytes"])
-    findings = gate.check(([before], Path()), ([memory(flags=["its peak rose by 9 bytes", flag])], Path()), {})
-    assert [f.state for f in findings if f.check == "flags"] == [state]
 
 
 def test_a_fifth_of_the_peak_is_too_good():
@@ -453,7 +440,6 @@ def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
     assert narrow.high / narrow.ratio == pytest.approx(np.exp(0.1), rel=1e-4)
     _, wide = learn_bands([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
     assert wide.high / wide.ratio == pytest.approx(np.exp(4 * np.std(np.log([1.4, 1.5, 1.6, 1.7]), ddof=1)), rel=1e-4)
-    assert gate_times.too_noisy({"narrow": narrow, "wide": wide}) == ["wide"]
     dense = latency_run(2.0)[0]
     assert gate_times.ratio(dense, [dense]) == 2.0
     edit(dense, without=["forward_ms"])

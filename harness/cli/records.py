@@ -29,21 +29,15 @@ def records() -> None:
 def verify(folder: str) -> None:
     """Recompute the figures of the records in FOLDER, and report those that differ.
 
-    Each figure is computed from the record's trace or its other figures. Figures that follow from neither are listed at the
-    end: only a new measurement can check them. FOLDER defaults to BENCH_RESULTS or ./results.
+    Each figure is computed from the record's trace or its other figures. Only a new measurement can check a figure that follows
+    from neither. FOLDER defaults to BENCH_RESULTS or ./results.
     """
     from kvbench.harness.records import Problem, RecordStore
-    from kvbench.harness.report.verify import verify as verdict_of
+    from kvbench.harness.report import verify as verifier
 
     correct = wrong = without_trace = 0
-    unverifiable: dict[str, None] = {}
     for path, record in RecordStore(Path(folder)).files():
-        if isinstance(record, Problem):
-            problems: list[str] | None = [record.reason]
-        else:
-            verdict = verdict_of(record, path.parent)
-            problems = verdict.problems
-            unverifiable |= dict.fromkeys(verdict.unverifiable)
+        problems = [record.reason] if isinstance(record, Problem) else verifier.problems(record, path.parent)
         without_trace += problems is None
         correct += problems == []
         wrong += bool(problems)
@@ -52,10 +46,6 @@ def verify(folder: str) -> None:
     if not correct + wrong + without_trace:
         raise UserError(f"{folder}: no records there: run a suite first, or name another folder")
     click.echo(f"{correct} records are correct, {wrong} are not, {without_trace} can't be verified without their trace", err=True)
-    if unverifiable:
-        click.echo(
-            f"{len(unverifiable)} figures can only be checked by a new measurement: {visible(', '.join(unverifiable))}", err=True
-        )
     if wrong:
         sys.exit(Exit.NO)
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import atomic_write
-from kvbench.harness.records import LOCK, Problem, Record, RecordStore, publish, published
+from kvbench.harness.records import Problem, Record, RecordStore, publish, published
 from kvbench.harness.records.beside import TraceFile, open_trace
 from kvbench.harness.report.gate_times import Band
 
 FILE = "baseline.yaml"
 _HEAD = "# Written by `bench baseline update`; don't edit.\n"
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
-_SHA256 = Field(pattern="^[0-9a-f]{64}$")
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class MeasuredWith(BaseModel):
@@ -34,8 +31,6 @@ class MeasuredWith(BaseModel):
         policies: replace the suite's.
         settings: key=value.
         device: unless "auto".
-        dtype: of weights and cache.
-        threads: of the CPU.
     """
 
     model_config = _STRICT
@@ -49,39 +44,6 @@ class MeasuredWith(BaseModel):
     threads: int | None = Field(None, ge=1)
 
 
-class CellFiles(BaseModel):
-    """The files of a cell as a working folder has them, with their hashes. A baseline holds the content of these files.
-
-    Attributes:
-        status: of the record.
-        record: its file, such as `suite/model/name.json`.
-        sha256: of the record's file.
-        trace: the trace's file, if there is one.
-        trace_sha256: of the trace's file.
-    """
-
-    model_config = _STRICT
-
-    status: Literal["ok", "failed"]
-    record: str
-    sha256: str = _SHA256
-    trace: str | None = None
-    trace_sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
-
-    @field_validator("record", "trace")
-    @classmethod
-    def _inside(cls, value: str | None) -> str | None:
-        if value is not None and (PurePosixPath(value).is_absolute() or ".." in PurePosixPath(value).parts):
-            raise ValueError(f"'{value}' is not inside the baseline")
-        return value
-
-    @model_validator(mode="after")
-    def _trace_with_hash(self) -> CellFiles:
-        if (self.trace is None) != (self.trace_sha256 is None):
-            raise ValueError("a trace without its hash, or a hash without its trace")
-        return self
-
-
 class Baseline(BaseModel):
     """Description of a baseline, stored beside its records.
 
@@ -91,7 +53,7 @@ class Baseline(BaseModel):
         who: author of the baseline.
         when: ISO 8601, UTC.
         why: reason for making it, in a sentence.
-        cells: its files, by cell id.
+        records: hash of each record, by its file in a working folder. A record names the hash of its trace.
         bands: noise bands of latency, by cell id.
     """
 
@@ -102,7 +64,7 @@ class Baseline(BaseModel):
     who: str
     when: str
     why: str
-    cells: dict[str, CellFiles] = Field({}, min_length=1)
+    records: dict[str, Sha256] = Field({}, min_length=1)
     bands: dict[str, Band] = {}
 
 
@@ -113,74 +75,56 @@ def parse(path: Path) -> Baseline:
         UserError: the file is missing or not a baseline.
     """
     try:
-        value: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Baseline.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError:
-        raise UserError(f"{path.parent}: no baseline ({FILE} is missing); 'bench baseline update' makes one") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a baseline ({type(error).__name__})") from None
-    try:
-        return Baseline.model_validate(value)
+        raise UserError(f"{path.parent}: {FILE} is missing, so this is no baseline") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part)[:40] for part in first["loc"])
         raise UserError(f"{path}: not a baseline ({f'{field}: ' if field else ''}{first['msg'].lower()})") from None
-
-
-def text(baseline: Baseline) -> str:
-    """The content of `baseline.yaml`."""
-    plain = baseline.model_dump(exclude_defaults=True) | {"options": baseline.options.model_dump(exclude_defaults=True)}
-    return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a baseline ({type(error).__name__})") from None
 
 
 def load(folder: Path) -> tuple[Baseline, list[Record]]:
-    """Read a baseline and its records, and check the hash of every file.
+    """Read a baseline and its records, and check the hash of every record and trace.
 
     Raises:
         UserError: it is not a baseline, or a record or trace is missing, changed or not listed.
     """
-    _recover(folder)
-    baseline = parse(folder / FILE)
-    stored = {record.cell_id: (path, record) for path, record in _stored(folder)}
-    for cell_id, (path, _) in stored.items():
-        if cell_id not in baseline.cells:
-            raise UserError(f"{path}: {FILE} does not list this record: move it out of the baseline")
-    for cell_id, listed in baseline.cells.items():
-        path, record = stored.get(cell_id, (folder / listed.record, None))
-        files = None if record is None else _files(folder, path, record)
-        if files is None or (files.trace is None and listed.trace is not None):
-            file = listed.record if files is None else listed.trace
-            raise UserError(f"{folder / str(file)}: missing, but listed in {FILE}: restore it, or make a new baseline")
-        if files != listed:
-            changed = path if files.sha256 != listed.sha256 or listed.trace is None else folder / listed.trace
-            raise UserError(
-                f"{changed}: has changed since it was measured (differs from {FILE}): restore it, or make a new baseline"
-            )
-    return baseline, [stored[cell_id][1] for cell_id in baseline.cells]
+    baseline, records = parse(folder / FILE), _records(folder)
+    hashes = {name: _sha256(record) for name, record in records.items()}
+    for name in sorted(hashes.keys() | baseline.records.keys()):
+        if hashes.get(name) != baseline.records.get(name):
+            state = "is missing" if name not in hashes else "has changed" if name in baseline.records else "is not listed"
+            raise UserError(f"{folder / name}: {state} (differs from {FILE}): restore it, or make a new baseline")
+    return baseline, [records[name] for name in baseline.records]
 
 
-def store(folder: Path, baseline: Baseline, records: Path) -> None:
-    """Write a baseline to a folder. If writing fails or is killed, the old baseline survives.
+def store(folder: Path, baseline: Baseline, source: Path) -> None:
+    """Write a baseline to a folder, in place of an old one.
 
     Args:
         folder: where to put it.
-        baseline: its description; `cells` is filled in here.
-        records: working folder of its records and traces, on the same file system as `folder`; it is published.
+        baseline: its description; `records` is filled in here.
+        source: working folder of its records and traces, on the same file system as `folder`.
 
     Raises:
-        UserError: the folder holds something other than a baseline.
+        UserError: the folder holds something other than a baseline, or a trace is missing.
     """
-    target = replaceable(folder)
-    baseline = baseline.model_copy(update={"cells": _list_files(records)})
-    files = records.with_name(f"{records.name}.published")
-    publish(records, files, arrays=True)
-    with atomic_write(files / FILE) as file:
-        file.write(text(baseline))
+    target, written = replaceable(folder), source.with_name(f"{source.name}.published")
+    hashes = {name: _sha256(record) for name, record in _records(source).items()}
+    values = baseline.model_copy(update={"records": hashes}).model_dump(exclude_defaults=True)
+    publish(source, written, arrays=True)
+    (written / FILE).write_text(_HEAD + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)
-    _exchange(target, files)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(written, target)
 
 
 def replaceable(folder: Path) -> Path:
-    """The resolved folder, if a baseline may be written there: it is missing, empty, or holds only a baseline.
+    """Return the resolved folder, if a baseline may be written there: it is missing, empty, or holds only a baseline.
 
     Raises:
         UserError: it holds something else.
@@ -188,108 +132,34 @@ def replaceable(folder: Path) -> Path:
     target = folder.resolve()
     if Path.cwd().is_relative_to(target):
         raise UserError(f"{folder}: contains the current directory, and would be replaced: name another folder")
-    _recover(target)
-    if not target.exists():
-        return target
-    if not target.is_dir():
+    if target.exists() and not target.is_dir():
         raise UserError(f"{folder}: is a file; a baseline needs a folder: name a new or empty one")
-    foreign = list(_foreign_files(target))
-    if foreign:
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        raise UserError(
-            f"{folder}: holds {foreign[0]}{more}, not part of a baseline: name a new or empty folder; nothing was changed"
-        )
+    paths = sorted(target.iterdir()) if target.exists() else []
+    for path in paths:
+        own = path.name == FILE or path.suffix in (published.JSONL, published.PARQUET)
+        if not own or path.is_symlink() or not path.is_file():
+            raise UserError(f"{folder}: holds {path.name}, not part of a baseline: name a new or empty folder")
+    if paths:
+        parse(target / FILE)
     return target
 
 
-def _stored(folder: Path) -> Iterator[tuple[Path, Record]]:
-    """Yield the records of a baseline, each with its file.
+def _records(folder: Path) -> dict[str, Record]:
+    """Return the records in a folder by their file in a working folder.
 
     Raises:
-        UserError: a file can't be read as a record, or two are of the same cell.
+        UserError: a file can't be read as a record, or a trace is missing or changed.
     """
-    paths: dict[str, Path] = {}
+    records: dict[str, Record] = {}
     for path, record in RecordStore(folder).files():
         if isinstance(record, Problem):
-            raise UserError(f"{path}: the baseline can't be read ({record.reason})")
-        if paths.setdefault(record.cell_id, path) != path:
-            raise UserError(f"{path}: a record of the same cell as {paths[record.cell_id]}: remove one of them")
-        yield path, record
+            raise UserError(f"{path}: the baseline can't be read ({record.reason}): restore it, or make a new baseline")
+        trace = open_trace(record, path.parent)
+        if record.trace is not None and (not isinstance(trace, TraceFile) or trace.problem(record.trace.sha256)):
+            raise UserError(f"{path}: the trace of {record.stem} is missing or changed: restore it, or make a new baseline")
+        records[RecordStore(folder).path(record).relative_to(folder).as_posix()] = record
+    return records
 
 
-def _files(folder: Path, path: Path, record: Record) -> CellFiles:
-    """Return the files of a record and their hashes; without its trace if that is missing or unreadable."""
-    name, opened = RecordStore(folder).path(record).relative_to(folder), open_trace(record, path.parent)
-    trace = (record.trace, opened) if record.trace is not None and isinstance(opened, TraceFile) else None
-    return CellFiles(
-        status=record.status,
-        record=name.as_posix(),
-        sha256=hashlib.sha256(record.as_text().encode()).hexdigest(),
-        trace=None if trace is None else name.with_name(trace[0].file).as_posix(),
-        trace_sha256=None if trace is None else hashlib.sha256(trace[1].getbuffer()).hexdigest(),
-    )
-
-
-def _list_files(folder: Path) -> dict[str, CellFiles]:
-    """List all records and traces of a folder, with their hashes."""
-    listed = {}
-    for path, record in _stored(folder):
-        listed[record.cell_id] = _files(folder, path, record)
-        if record.trace is not None and listed[record.cell_id].trace is None:
-            raise UserError(f"{path}: its trace is missing")
-    if not listed:
-        raise UserError(f"{folder}: no records")
-    return listed
-
-
-def _foreign_files(folder: Path) -> Iterator[Path]:
-    """Yield the paths in a folder that don't belong to a baseline: all of them if there is no baseline."""
-    expected = _baseline_files(folder)
-    for root, folders, files in os.walk(folder):
-        here = Path(root)
-        links = [name for name in folders if (here / name).is_symlink()]
-        for path in (here / name for name in [*files, *links]):
-            if path.is_symlink() or path not in expected:
-                yield path.relative_to(folder)
-        if here != folder and not folders and not files:
-            yield here.relative_to(folder)
-
-
-def _baseline_files(folder: Path) -> set[Path]:
-    """The files that belong to the baseline in a folder, even if damaged; none if there is no baseline."""
-    own = {folder / FILE, *folder.rglob(LOCK)}
-    try:
-        listed = parse(folder / FILE).cells.values()
-    except UserError:
-        return set()
-    suites = {folder / PurePosixPath(files.record).parts[0] for files in listed}
-    own |= {suite.with_name(suite.name + suffix) for suite in suites for suffix in (published.JSONL, published.PARQUET)}
-    return own | {folder / name for files in listed for name in (files.record, files.trace) if name}
-
-
-def _exchange(target: Path, records: Path) -> None:
-    """Move the old baseline aside, put the new one in its place, then delete the old one."""
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.old")
-    if target.exists():
-        target.rename(aside)
-    try:
-        foreign = list(_foreign_files(aside)) if aside.exists() else []  # after the rename, nobody adds files
-        if foreign:
-            raise UserError(f"{target}: {foreign[0]} was added during the update; the old baseline is kept")
-        records.rename(target)
-    except BaseException:
-        if aside.exists():
-            aside.rename(target)
-        raise
-    if aside.exists():
-        shutil.rmtree(aside)
-
-
-def _recover(folder: Path) -> None:
-    """Move the old baseline back if a killed update moved it aside."""
-    if folder.exists() or not folder.parent.is_dir():
-        return
-    for left in sorted(folder.parent.iterdir()):
-        if left.name.startswith(f".{folder.name}.") and left.suffix == ".old" and left.is_dir() and not any(_foreign_files(left)):
-            left.rename(folder)
-            return
+def _sha256(record: Record) -> str:
+    return hashlib.sha256(record.as_text().encode()).hexdigest()

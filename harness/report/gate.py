@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import Record
 from kvbench.harness.report import gate_figures, gate_times
-from kvbench.harness.report.compare import COSTS, cell_name, differences, mark_of
-from kvbench.harness.report.difference import Verdict, judge_interval
+from kvbench.harness.report.compare import cell_name
 from kvbench.harness.report.gate_figures import Pair, Result, State
 from kvbench.harness.report.gate_times import Band
 
@@ -19,8 +18,8 @@ CODES: dict[State, Exit] = {"regression": Exit.NO, "better": Exit.NO, "could not
 _ORDER: tuple[State, ...] = ("regression", "better", "could not compare", "not compared", "ok")
 _BAD: dict[State, str] = {"regression": "worse", "better": "better", "could not compare": "could not be compared"}
 _FEWEST_COMPARED = 0.75  # of all checks: with fewer, a verdict says little
-_STATES: dict[Verdict, State] = {"worse": "regression", "better": "better", "same": "ok", "can't tell": "ok"}
 Measured = tuple[Sequence[Record], Path]  # records, and the folder of their files and traces
+Checks = Sequence[Callable[[Pair], Iterator[Result]]]
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Finding:
     Attributes:
         cell: description of the cell.
         cell_id: its id.
-        check: status, data, method, trace, exactness, figures, answers, bytes, flags, quality, latency, prompt, speed or memory.
+        check: status, data, method, trace, exactness, figures, answers, bytes, quality, latency, speed or memory.
         state: "better" fails the gate unless that is allowed; "could not compare" fails it; "not compared" doesn't, because
             the check does not apply on this machine.
         says: the figures, or the reason.
@@ -43,14 +42,17 @@ class Finding:
     says: str
 
 
-def check(base: Measured, now: Measured, bands: Mapping[str, Band], refused: str = "") -> list[Finding]:
-    """Run every check on every cell of the baseline; regressions first.
+def check(
+    base: Measured, now: Measured, bands: Mapping[str, Band], refused: str = "", checks: Checks = gate_figures.CHECKS
+) -> list[Finding]:
+    """Run the checks of figures, and those of times and memory, on every cell of the baseline; regressions first.
 
     Args:
         base: the baseline's records and their folder.
         now: the records to judge and their folder.
         bands: the baseline's latency bands, by cell id.
         refused: why the model is now refused, so that nothing was measured; empty if it is not.
+        checks: of figures.
     """
     missing: Result = ("status", "could not compare", "the cell has no record: measure it")
     if refused:
@@ -58,10 +60,24 @@ def check(base: Measured, now: Measured, bands: Mapping[str, Band], refused: str
     ours, findings = {r.cell_id: r for r in now[0]}, []
     for record in base[0]:
         other = ours.get(record.cell_id)
-        pair = None if other is None else Pair(record, other, (base[1], now[1]), now[0], base[0])
-        name, results = cell_name(record, other or record), [missing] if pair is None else _all_checks(pair, bands)
-        findings += [Finding(name, record.cell_id, *result) for result in results]
+        results = [missing]
+        if other is not None:
+            results = [*_results(Pair(record, other, (base[1], now[1]), now[0], base[0]), bands, checks)]
+        findings += [Finding(cell_name(record, other or record), record.cell_id, *result) for result in results]
     return sorted(findings, key=_severity)
+
+
+def _results(pair: Pair, bands: Mapping[str, Band], checks: Checks) -> Iterator[Result]:
+    """Yield the results of all checks of a cell, up to the first figure of a wrong type."""
+    try:
+        if (unusable := gate_figures.unusable(pair)) is not None:
+            yield unusable
+            return
+        for compare in checks:
+            yield from compare(pair)
+        yield from gate_times.timed(pair, bands)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        yield "figures", "could not compare", f"a figure has the wrong type ({type(error).__name__}: {error})"
 
 
 def _severity(finding: Finding) -> int:
@@ -69,7 +85,7 @@ def _severity(finding: Finding) -> int:
 
 
 def exit_code(findings: Sequence[Finding], allow_better: bool = False) -> Exit:
-    """The verdict.
+    """Return the verdict.
 
     Returns:
         NO for a regression, or for a figure that is better than its band; NOT_COMPARABLE if any check or all cells could not be
@@ -99,10 +115,7 @@ def verdict(findings: Sequence[Finding], allow_better: bool = False) -> str:
 
 
 def remeasure(
-    findings: Sequence[Finding],
-    base: Sequence[Record],
-    bands: Mapping[str, Band],
-    measure: Callable[[Collection[str]], Sequence[Record]],
+    findings: Sequence[Finding], base: Sequence[Record], bands: Mapping[str, Band], measure: Callable[..., Sequence[Record]]
 ) -> list[Finding]:
     """Measure again what looked slower, faster, larger or smaller, until two of three measurements agree.
 
@@ -114,64 +127,18 @@ def remeasure(
     """
     differing = [f for f in findings if f.check in gate_times.CHECKS and f.state in ("regression", "better")]
     repeats = {(f.cell_id, f.check): [f] for f in differing}
-    while undecided := {key for key, measured in repeats.items() if _majority(measured) is None}:
+    while undecided := [key for key, measured in repeats.items() if _majority(measured) is None]:
         run = measure({cell_id for cell_id, _ in undecided})
-        for cell_id, name in undecided:
-            repeats[cell_id, name].append(_repeated(repeats[cell_id, name][0], base, run, bands))
+        again = {(f.cell_id, f.check): f for f in check((base, Path()), (run, Path()), bands, checks=())}
+        for key in undecided:
+            failed = replace(repeats[key][0], state="could not compare", says="the cell failed when measured again")
+            repeats[key].append(again.get(key, failed))
     decided = {key: _majority(measured) for key, measured in repeats.items()}
     return sorted((decided.get((f.cell_id, f.check)) or f for f in findings), key=_severity)
 
 
 def _majority(repeats: Sequence[Finding]) -> Finding | None:
-    """A finding that two measurements agree on, or the last of three; None if another measurement is needed."""
+    """Return a finding that two measurements agree on, or the last of three; None if another measurement is needed."""
     states = [f.state for f in repeats]
     agreed = next((f for f in reversed(repeats) if states.count(f.state) >= 2), None)
     return agreed or (repeats[-1] if len(repeats) >= 3 else None)
-
-
-def _repeated(finding: Finding, base: Sequence[Record], run: Sequence[Record], bands: Mapping[str, Band]) -> Finding:
-    """Repeat the check of a finding with the records of another run."""
-    before, now = (
-        next((r for r in records if (r.cell_id, r.status) == (finding.cell_id, "ok")), None) for records in (base, run)
-    )
-    results = () if before is None or now is None else gate_times.timed(Pair(before, now, (Path(), Path()), run, base), bands)
-    failed: Result = (finding.check, "could not compare", "the cell failed when measured again")
-    check, state, says = next((result for result in results if result[0] == finding.check), failed)
-    return replace(finding, check=check, state=state, says=says)
-
-
-def _all_checks(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
-    """Yield the results of all checks of a cell, up to the first figure of a wrong type."""
-    try:
-        yield from _cell(pair, bands)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        yield "figures", "could not compare", f"a figure has the wrong type ({type(error).__name__}: {error})"
-
-
-def _cell(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
-    unusable = gate_figures.status(pair.base, pair.now) or gate_figures.different_data(pair)
-    if unusable is not None:
-        yield unusable
-        return
-    for check_figures in (*gate_figures.CHECKS, _quality):
-        yield from check_figures(pair)
-    yield from gate_times.timed(pair, bands)
-
-
-def _quality(pair: Pair) -> Iterator[Result]:
-    """Paired mean differences with their intervals; they decide wherever rounding differs.
-
-    Without an interval, the margin allows for rounding.
-    """
-    for difference in differences(pair.base, pair.now):
-        mark = None if difference.metric in COSTS else mark_of(difference.metric, pair.now)
-        if mark is None:
-            continue
-        change, verdict, interval = difference.change, difference.verdict, ""
-        if difference.low is None:
-            verdict = judge_interval(change, change, mark.margin, mark.more_is_better)
-        else:
-            interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]"
-        state: State = "could not compare" if change is None else _STATES[verdict]
-        shown = "" if change is None else f"{change:+.4g}{interval}"
-        yield "quality", state, f"{difference.metric} {difference.a:.5g} -> {difference.b:.5g}: {shown} {difference.why}".strip()

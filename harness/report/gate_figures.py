@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,14 +16,25 @@ from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.figure_rules import RUN_NATS, SUM, Checked, Rule, rule_in
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.records.types import Document
-from kvbench.harness.report.compare import differences, setup_changes, token_differences
-from kvbench.harness.report.difference import Traces
+from kvbench.harness.report.compare import COSTS, differences, mark_of, setup_changes, token_differences
+from kvbench.harness.report.difference import Traces, Verdict, judge_interval
 from kvbench.harness.report.sources import find_trace
-from kvbench.harness.report.verify import problems
+from kvbench.harness.report.verify import equal, problems, short
 
-_BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks
 State = Literal["ok", "better", "regression", "could not compare", "not compared"]
 Result = tuple[str, State, str]  # (check, state, figures)
+Name = tuple[str, ...]  # of a figure in a record: ("metrics", "buckets", "3", "nll")
+
+MAX_TOKEN_NATS = 1e-3  # difference of one token's NLL, in float32 on the same machine
+# Share of tokens, or of questions, that another CPU may change where a policy keeps what it computes to be important: a token
+# that rounding keeps instead of another changes what comes after it. Three ways to round, with one and two threads, changed none.
+MAX_MOVED = 0.05
+_MAX_SHOWN = 3  # differences in one finding
+_BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks
+_MODEL_INDEPENDENT = ("stream", "question", "gold", "target", "weight")  # fields of an answer
+_SLOW_METHODS = ("walk", "plain", "eager")  # in `method` and `step`
+_TIMING_REFUSALS = ("a step takes", "a block takes")  # such a refusal depends on how busy the machine was
+_STATES: dict[Verdict, State] = {"worse": "regression", "better": "better", "same": "ok", "can't tell": "ok"}
 
 
 @dataclass(frozen=True)
@@ -73,67 +83,57 @@ class Pair:
         return base, base if now is None and self.base.trace == self.now.trace else now
 
 
-Name = tuple[str, ...]  # of a figure in a record: ("metrics", "buckets", "3", "nll")
-
-
 def figures(record: Record) -> Iterator[tuple[Name, Any]]:
-    """Every plain value of a record's metrics, data and facts, with its name; an empty list or mapping is a value too."""
+    """Yield every plain value of a record's metrics, data and facts, with its name; an empty list or mapping is a value too."""
     for part in ("metrics", "data", "facts"):
         yield from _leaves((part,), getattr(record, part).as_json())
 
 
+def _leaves(name: Name, value: Any) -> Iterator[tuple[Name, Any]]:
+    inner = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    if not inner and name[1:]:
+        yield name, value
+    for key, item in inner:
+        yield from _leaves((*name, str(key)), item)
+
+
 def rule_of(record: Record, name: Name) -> Rule | None:
-    """The rule of a figure; None if its field declares none."""
+    """Return the rule of a figure; None if its field declares none."""
     part, *path = name
     model: type[Document] = type(getattr(record, part))
     return rule_in(model, tuple(path)) if path else None
 
 
-def _leaves(name: Name, value: Any) -> Iterator[tuple[Name, Any]]:
-    if isinstance(value, dict) and (value or len(name) == 1):
-        for key, inner in value.items():
-            yield from _leaves((*name, str(key)), inner)
-    elif isinstance(value, list) and value:
-        for index, inner in enumerate(value):
-            yield from _leaves((*name, str(index)), inner)
-    else:
-        yield name, value
+def unusable(pair: Pair) -> Result | None:
+    """Return the reason that the figures of two records can't be compared; None if they can."""
+    if pair.base.status != "ok" or pair.now.status != "ok":
+        (status,) = differences(pair.base, pair.now)
+        return "status", "regression" if status.verdict == "worse" else "ok", status.why
+    texts = ("text (token ids)", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
+    versions = ("version of the task", pair.base.data.task_version or "first", pair.now.data.task_version or "first")
+    for what, base, now in (texts, versions, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):
+        if base != now and base:
+            return "data", "could not compare", f"different {what}: {base[:8]} -> {now[:8]}"
+    return None
 
 
-MAX_TOKEN_NATS = 1e-3  # difference of one token's NLL, in float32 on the same machine
-# Share of tokens, or of questions, that another CPU may change where a policy keeps what it computes to be important: a token
-# that rounding keeps instead of another changes what comes after it. Three ways to round, with one and two threads, changed none.
-MAX_MOVED = 0.05
-_MAX_SHOWN = 3  # differences in one finding
-_MODEL_INDEPENDENT = ("stream", "question", "gold", "target", "weight")  # fields of an answer
-_SLOW_METHODS = ("walk", "plain", "eager")  # in `method` and `step`
-_BUSY_FLAG_PREFIX = "unsettled"
-_NUMBER = re.compile(r"\d[\d.,]*")
-_TIMING_REFUSALS = ("a step takes", "a block takes")  # such a refusal depends on how busy the machine was
-
-
-def table(pair: Pair) -> Iterator[Result]:
+def _by_rule(pair: Pair) -> Iterator[Result]:
     """Compare every figure by its rule; a finding per check, with the figures that changed."""
     if not plugins.known_task(pair.base.cell.task.name):
         yield "figures", "could not compare", f"the task {pair.base.cell.task.name} is not installed: install it to compare"
         return
     now = dict(figures(pair.now))
-    changed: dict[str, list[str]] = {}
-    count: dict[str, int] = {}
+    compared: dict[str, list[str]] = defaultdict(list)  # by check: a text per figure, empty if it is as in the baseline
     for name, value in figures(pair.base):
         rule = rule_of(pair.base, name)
         if rule is None:
             yield "figures", "could not compare", f"{'.'.join(name)} has no rule: its task must say how the gate compares it"
         elif isinstance(rule, Checked) and _applies(rule, pair):
-            count[rule.check] = count.get(rule.check, 0) + 1
-            if name not in now or not rule.allows(value, now[name]):
-                label = ".".join(name).removeprefix("metrics.")
-                changed.setdefault(rule.check, []).append(f"{label} {_short(value)} -> {_short(now.get(name))}")
-    for check, compared in count.items():
-        if check in changed:
-            yield check, "regression", _first(changed[check])
-        else:
-            yield check, "ok", f"{compared} as in the baseline"
+            label, same = ".".join(name).removeprefix("metrics."), name in now and rule.allows(value, now[name])
+            compared[rule.check].append("" if same else f"{label} {short(value)} -> {short(now.get(name))}")
+    for check, texts in compared.items():
+        changed = _first([text for text in texts if text])
+        yield check, "regression" if changed else "ok", changed or f"{len(texts)} as in the baseline"
 
 
 def _applies(rule: Checked, pair: Pair) -> bool:
@@ -144,24 +144,19 @@ def _applies(rule: Checked, pair: Pair) -> bool:
     return rule.scope == "everywhere" or not pair.rounding_differs
 
 
-def consistent(pair: Pair) -> Iterator[Result]:
-    """Whether the figures of both records follow from their traces, computed by the current code."""
-    for whose, record, trace in zip(("the baseline's", "the new"), (pair.base, pair.now), pair.traces, strict=True):
-        if record.trace is None:
-            if record is pair.now and pair.base.trace is not None:
-                yield "trace", "could not compare", "the baseline's record has a trace, the new record has none"
-            elif impossible := [*record.metrics.impossible()]:
-                yield "trace", "regression", _first(impossible, f"{whose} record: ")
-            continue
-        inconsistencies = None if trace is None else problems(record, trace.folder)
-        if inconsistencies is None:
-            yield "trace", "could not compare", f"{whose} record's trace {record.trace.file} is missing"
-        else:
-            agrees = f"{whose} record agrees with its trace"
-            yield "trace", "regression" if inconsistencies else "ok", _first(inconsistencies, f"{whose} record: ") or agrees
+def _consistent(pair: Pair) -> Iterator[Result]:
+    """Check that the figures of both records follow from their traces, computed by the current code."""
+    whose = ("the baseline's record", "the new record")
+    for name, record, trace, folder in zip(whose, (pair.base, pair.now), pair.traces, pair.folders, strict=True):
+        needs_trace = pair.base.trace is not None
+        wrong = problems(record, trace.folder if trace else folder) if needs_trace else [*record.metrics.impossible()]
+        if wrong is None:
+            yield "trace", "could not compare", f"the trace of {name} is missing"
+        elif wrong or needs_trace:
+            yield "trace", "regression" if wrong else "ok", f"{name}: {_first(wrong) or 'it agrees with its trace'}"
 
 
-def exactness(pair: Pair) -> Iterator[Result]:
+def _exactness(pair: Pair) -> Iterator[Result]:
     """Compare every token's NLL. Where rounding differs, a policy may keep another token here and there."""
     if pair.base.measured(NllMetrics) is None:
         return
@@ -185,7 +180,7 @@ def exactness(pair: Pair) -> Iterator[Result]:
         yield "exactness", "regression", says
 
 
-def answers(pair: Pair) -> Iterator[Result]:
+def _answers(pair: Pair) -> Iterator[Result]:
     """Compare question by question: questions must be equal on all machines, answers nearly so on all CPUs."""
     if pair.base.measured(QuestionMetrics) is None:
         return
@@ -198,111 +193,71 @@ def answers(pair: Pair) -> Iterator[Result]:
         yield "answers", "could not compare", "a trace is missing, or has other questions"
         return
     other_questions = _changed(base, now, _MODEL_INDEPENDENT)
-    answered = {} if pair.rounding_differs and not pair.between_cpus else _judged_otherwise(pair) | _changed(base, now, None)
+    answered = [] if pair.rounding_differs and not pair.between_cpus else _changed(base, now)
     allowed = 0 if not pair.between_cpus else 1 if pair.by_position else max(1, int(MAX_MOVED * len(base)))
     if other_questions or len(answered) > allowed:
-        changes = [f"question {number}: {change}" for number, change in (other_questions or answered).items()]
-        yield "answers", "regression", _first(changes)
+        yield "answers", "regression", _first(other_questions or answered)
     else:
         but = f", except {len(answered)}; rounding may change {allowed}" if answered else ""
         yield "answers", "ok", f"{len(base)} questions and their answers as in the baseline{but}"
 
 
-def _changed(base: list[dict[str, Any]], now: list[dict[str, Any]], keys: tuple[str, ...] | None) -> dict[int, str]:
-    """Return the first change in each changed question's line. keys: to compare; all keys of the baseline when None."""
-    return {
-        number: f"{key} {_short(a.get(key))} -> {_short(b.get(key))}"
-        for number, (a, b) in enumerate(zip(base, now, strict=True))
-        for key in reversed(keys or list(a))
-        if not _equal(a.get(key), b.get(key))
-    }
-
-
-def _judged_otherwise(pair: Pair) -> dict[int, str]:
-    """The questions that are right now and were not, or the other way round."""
-    judged = [m.outcomes or "" if (m := r.measured(QuestionMetrics)) else "" for r in (pair.base, pair.now)]
-    words = {"0": "wrong", "1": "right"}
-    return {i: f"{words[a]} -> {words[b]}" for i, (a, b) in enumerate(zip(*judged, strict=False)) if a != b}
-
-
 def _lines(trace: TraceFile | None) -> list[dict[str, Any]] | None:
-    if trace is None:
-        return None
-    lines = json_lines(trace)
-    if not all(isinstance(line, dict) for line in lines):
+    lines = None if trace is None else json_lines(trace)
+    if lines is not None and not all(isinstance(line, dict) for line in lines):
         raise ValueError("a line is not an answer")
     return lines
 
 
-def method(pair: Pair) -> Iterator[Result]:
-    """Whether tokens are still read by a fast method; the plain walk gives the same numbers, but slowly."""
+def _changed(base: list[dict[str, Any]], now: list[dict[str, Any]], keys: tuple[str, ...] = ()) -> list[str]:
+    """Describe the first change in each changed question's line. keys: to compare; without them, all keys of the baseline."""
+    changes = {
+        number: f"question {number}: {key} {short(a.get(key))} -> {short(b.get(key))}"
+        for number, (a, b) in enumerate(zip(base, now, strict=True))
+        for key in reversed(keys or list(a))
+        if not equal(a.get(key), b.get(key), RUN_NATS, SUM)
+    }
+    return list(changes.values())
+
+
+def _method(pair: Pair) -> Iterator[Result]:
+    """Check that tokens are still read by a fast method; the plain walk gives the same numbers, but slowly."""
     base, now = pair.base.facts, pair.now.facts
     if base.method is None:
         return
-    if pair.setup_changes:
-        yield "method", "not compared", pair.setup_changes
-        return
     refused = "" if base.refused is not None else now.refused or ""
-    if all(reason.startswith(_TIMING_REFUSALS) for reason in refused.split("; ")):
-        yield "method", "not compared", refused
-        return
+    of_machine = pair.setup_changes or (refused if all(x.startswith(_TIMING_REFUSALS) for x in refused.split("; ")) else "")
     methods = {"method": (base.method, now.method), "step": (base.step, now.step)}
     slower = [f"{k} {a} -> {b}" for k, (a, b) in methods.items() if a not in (*_SLOW_METHODS, None) and b in _SLOW_METHODS]
-    if refused or slower:
-        reason = "; ".join(part for part in (", ".join(slower), refused) if part)
+    reason = "; ".join(part for part in (", ".join(slower), refused) if part)
+    if of_machine:
+        yield "method", "not compared", of_machine
+    elif reason:
         yield "method", "regression", f"{'falls back to the plain walk' if slower else 'a fast method is refused'}: {reason}"
     else:
         yield "method", "ok", ", ".join(name for name in (now.method, now.step) if name is not None)
 
 
-def flags(pair: Pair) -> Iterator[Result]:
-    """Yield the flags of the task whose kind the baseline's record does not have; the numbers in a flag may differ."""
-    if "flags" not in pair.base.metrics.as_json():
-        return
-    before, new = ([f for f in r.metrics.flags if not f.startswith(_BUSY_FLAG_PREFIX)] for r in (pair.base, pair.now))
-    known = {_NUMBER.sub("", flag) for flag in before}
-    if added := [flag for flag in new if _NUMBER.sub("", flag) not in known]:
-        yield "flags", "regression", _first(added)
-    else:
-        yield "flags", "ok", _first(new) or "none"
+def _quality(pair: Pair) -> Iterator[Result]:
+    """Judge paired mean differences by their intervals, as `bench compare` does; without an interval, by the margin."""
+    for difference in differences(pair.base, pair.now):
+        mark = None if difference.metric in COSTS else mark_of(difference.metric, pair.now)
+        if mark is None:
+            continue
+        change, verdict, interval = difference.change, difference.verdict, ""
+        if difference.low is None:
+            verdict = judge_interval(change, change, mark.margin, mark.more_is_better)
+        else:
+            interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]"
+        shown = "" if change is None else f"{change:+.4g}{interval}"
+        says = f"{difference.metric} {difference.a:.5g} -> {difference.b:.5g}: {shown} {difference.why}".strip()
+        yield "quality", "could not compare" if change is None else _STATES[verdict], says
 
 
-def different_data(pair: Pair) -> Result | None:
-    """Describe how text, task version or weights differ, so that figures can't be compared; None if they agree."""
-    texts = ("text (token ids)", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
-    versions = ("version of the task", pair.base.data.task_version or "first", pair.now.data.task_version or "first")
-    for what, base, now in (texts, versions, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):
-        if base != now and base:
-            return "data", "could not compare", f"different {what}: {base[:8]} -> {now[:8]}"
-    return None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Equal, up to rounding of log-likelihoods."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=SUM, abs_tol=RUN_NATS)
-    return bool(a == b)
-
-
-def _first(items: list[str], prefix: str = "") -> str:
-    """The first few items; empty if there are none."""
+def _first(items: Sequence[str]) -> str:
+    """Return the first few items; empty if there are none."""
     more = f"; and {len(items) - _MAX_SHOWN} more" if len(items) > _MAX_SHOWN else ""
-    return prefix + "; ".join(items[:_MAX_SHOWN]) + more if items else ""
+    return "; ".join(items[:_MAX_SHOWN]) + more
 
 
-def _short(value: Any) -> str:
-    text = f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def status(base: Record, now: Record) -> Result | None:
-    """Compare the status of a cell that failed then or now; None if neither failed."""
-    if base.status == "ok" and now.status == "ok":
-        return None
-    (difference,) = differences(base, now)
-    return "status", "regression" if difference.verdict == "worse" else "ok", difference.why
-
-
-CHECKS = (method, consistent, exactness, table, answers, flags)  # in the order of findings
+CHECKS = (_method, _consistent, _exactness, _by_rule, _answers, _quality)  # in the order of findings

@@ -1,19 +1,18 @@
 """The gate's checks of what a busy machine can disturb: step times, speed of evaluation, peak memory.
 
-Times are compared as ratios: a policy's step to dense's, dense's step and the first token to the model's own forward pass, the
-speed of an evaluation to the calibration step of the same run. A step's ratio must lie in the noise band that a baseline learnt
-from several runs. What looks worse or better is measured again, and the majority of three decides. Better is no pass: a clock
-that misses half of the work looks like it, too.
+Times are compared as ratios: a policy's step to dense's, dense's step to the model's own forward pass, the speed of an evaluation
+to the calibration step of the same run. A step's ratio must lie in the noise band that a baseline learnt from several runs. What
+looks worse or better is measured again, and the majority of three decides. Better is no pass: a clock that misses half of the
+work looks like it, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
@@ -21,12 +20,22 @@ from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.gate_figures import Pair, Result, State
 from kvbench.harness.report.task_report import task_of
 
+CHECKS = ("latency", "speed", "memory")
 # Half-widths of bands are in log ratio.
 _HALF_WIDTH_SDS = 4
 _MIN_HALF_WIDTH = 0.10  # a machine's speed varies from day to day
 _MIN_HALF_WIDTH_DENSE = 0.40  # its yardstick runs other code; a regression must still show at twice the time
 _HALF_WIDTH_OF_ONE_RUN = 0.30  # one run has no spread
-_DETECTABLE_SLOWDOWN = 0.30
+MAX_EVALUATION_SLOWDOWN = 4.0
+# Other work takes the processor away for moments whose length has nothing to do with that of an evaluation. So a second is
+# allowed beside the ratio: unchanged cells of less than a second took up to 4.1 times as long on a busy machine.
+INTERRUPTION_SECONDS = 1.0
+# Allowed bytes: (factor on the baseline's, bytes more, and bytes fewer, for varying pages).
+_BYTES_ALLOWANCE = {
+    "peak_bytes": (1.5, 2**20, 2**19),
+    "growth_bytes": (1.5, 2**20, math.inf),
+    "allocated_bytes": (1.02, 2**16, 2**16),
+}
 
 
 class Band(BaseModel):
@@ -46,24 +55,15 @@ class Band(BaseModel):
     high: float = Field(gt=0, allow_inf_nan=False)
     runs: int = Field(ge=1)
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if not self.low <= self.ratio <= self.high:
-            raise ValueError(f"a band of {self.ratio:g} from {self.low:g} to {self.high:g}")
-        return self
-
 
 def learn_bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
-    """Bands by cell id, from runs between which nothing changed. runs: the latency records of each run."""
-    log_ratios: dict[str, list[float]] = {}
-    dense = set()
-    for records in runs:
-        for record in records:
-            value = ratio(record, records)
-            if value is not None:
-                log_ratios.setdefault(record.cell_id, []).append(math.log(value))
-                dense |= {record.cell_id} if record.cell.is_dense else set()
-    return {cell: _band(logs, _MIN_HALF_WIDTH_DENSE if cell in dense else _MIN_HALF_WIDTH) for cell, logs in log_ratios.items()}
+    """Return bands by cell id, from runs between which nothing changed. runs: the latency records of each run."""
+    bands = {}
+    for cell_id, is_dense in {r.cell_id: r.cell.is_dense for run in runs for r in run}.items():
+        logs = [math.log(x) for run in runs for r in run if r.cell_id == cell_id and (x := ratio(r, run)) is not None]
+        if logs:
+            bands[cell_id] = _band(logs, _MIN_HALF_WIDTH_DENSE if is_dense else _MIN_HALF_WIDTH)
+    return bands
 
 
 def _band(log_ratios: Sequence[float], min_half_width: float) -> Band:
@@ -74,29 +74,20 @@ def _band(log_ratios: Sequence[float], min_half_width: float) -> Band:
     return Band(ratio=middle, low=low, high=high, runs=len(log_ratios))
 
 
-def too_noisy(bands: dict[str, Band]) -> list[str]:
-    """Ids of cells whose band is so wide that a slowdown of 30 % would pass."""
-    return [cell for cell, band in bands.items() if band.high / band.ratio > 1 + _DETECTABLE_SLOWDOWN]
-
-
 def ratio(record: Record, run: Sequence[Record]) -> float | None:
-    """Step time as a ratio to the yardstick's in the same rounds: the median over rounds.
+    """Return the median over rounds of a step's time divided by its yardstick's; None if the run has no yardstick.
 
-    Dense is compared with the model's own forward pass, every other policy with dense.
+    The yardstick of dense is the model's own forward pass, that of other policies is dense.
 
     Args:
         record: a latency record.
         run: all records of its run.
-
-    Returns:
-        None if the run has no yardstick.
     """
     ours = record.measured(StepMetrics)
     if ours is None:
         return None
-    if record.cell.is_dense:
-        yardstick_ms = ours.forward_ms
-    else:
+    yardstick_ms = ours.forward_ms
+    if not record.cell.is_dense:
         others = (m for r in run if r.cell.is_dense and (m := r.measured(StepMetrics)))
         yardstick_ms = next((m.rounds_ms for m in others if m.together == ours.together), None)
     if not yardstick_ms or len(yardstick_ms) != len(ours.rounds_ms):
@@ -104,39 +95,21 @@ def ratio(record: Record, run: Sequence[Record]) -> float | None:
     return float(np.median(np.array(ours.rounds_ms) / np.array(yardstick_ms)))
 
 
-CHECKS = ("latency", "prompt", "speed", "memory")
-# Largest allowed ratios of a time to the baseline's, each to its reference.
-MAX_EVALUATION_SLOWDOWN = 4.0
-MAX_PROMPT_SLOWDOWN = 3.0
-# Other work takes the processor away for moments whose length has nothing to do with that of an evaluation. So a second is
-# allowed beside the ratio: unchanged cells of less than a second took up to 4.1 times as long on a busy machine.
-INTERRUPTION_SECONDS = 1.0
-# Allowed bytes: (factor on the baseline's, bytes more, and bytes fewer, for varying pages).
-_BYTES_ALLOWANCE = {
-    "peak_bytes": (1.5, 2**20, 2**19),
-    "growth_bytes": (1.5, 2**20, math.inf),
-    "allocated_bytes": (1.02, 2**16, 2**16),
-}
-
-
 def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
-    """The checks that apply to the figures of a cell."""
+    """Yield the results of the checks that apply to a cell's times and memory."""
+    base, now = pair.base.measured(PeakMetrics), pair.now.measured(PeakMetrics)
     if pair.base.measured(StepMetrics):
         yield _latency(pair, bands.get(pair.base.cell_id))
-        yield from _prompt(pair)
     if task_of(pair.base).measures == "quality":
         yield _evaluation(pair)
-    base, now = pair.base.measured(PeakMetrics), pair.now.measured(PeakMetrics)
     if base is not None and now is not None:
         yield _memory(pair, base, now)
 
 
 def _latency(pair: Pair, band: Band | None) -> Result:
     elsewhere = setup_changes(pair.base, pair.now)
-    if elsewhere:
-        return "latency", "not compared", elsewhere
-    if band is None:
-        return "latency", "not compared", "the baseline has no noise band for this cell"
+    if elsewhere or band is None:
+        return "latency", "not compared", elsewhere or "the baseline has no noise band for this cell"
     measured = ratio(pair.now, pair.run)
     if measured is None:
         return "latency", "could not compare", "the run has no yardstick (dense, or the model's forward pass)"
@@ -146,54 +119,31 @@ def _latency(pair: Pair, band: Band | None) -> Result:
 
 
 def _state(value: float, low: float, high: float) -> State:
-    """The state of a figure of which less is better, by its limits."""
+    """Return the state of a figure of which less is better, by its limits."""
     return "regression" if value > high else "better" if value < low else "ok"
-
-
-def _prompt(pair: Pair) -> Iterator[Result]:
-    """Compare the time to the first token."""
-    if setup_changes(pair.base, pair.now):
-        return
-    base, now = (_in_forward_passes(r.measured(StepMetrics)) for r in (pair.base, pair.now))
-    if base and now:
-        yield _slower("prompt", now / base, (1 / MAX_PROMPT_SLOWDOWN, MAX_PROMPT_SLOWDOWN), "forward passes")
-
-
-def _in_forward_passes(metrics: StepMetrics | None) -> float | None:
-    """Time to the first token, in forward passes over a token."""
-    if metrics is None or not metrics.forward_ms:
-        return None
-    return metrics.first_token_ms / float(np.median(metrics.forward_ms))
 
 
 def _evaluation(pair: Pair) -> Result:
     """Compare the speed of an evaluation; of a short one, seconds are allowed beside the ratio."""
-    if pair.setup_changes:
-        return "speed", "not compared", pair.setup_changes
     base, now = _tokens_per_calibration(pair.base, pair.base_run), _tokens_per_calibration(pair.now, pair.run)
-    if base is None:
-        return "speed", "not compared", "the baseline has no calibrated speed of this cell"
+    if pair.setup_changes or base is None:
+        return "speed", "not compared", pair.setup_changes or "the baseline has no calibrated speed of this cell"
     if now is None:
         return "speed", "could not compare", "the new record has no speed or no calibration"
     slowdown, seconds = base / now, pair.now.facts.measured_seconds or math.inf
     expected_seconds = seconds / slowdown  # the baseline's, at the speed that the machine has now
     slowest = MAX_EVALUATION_SLOWDOWN + INTERRUPTION_SECONDS / expected_seconds
     fastest = 1 / (MAX_EVALUATION_SLOWDOWN + INTERRUPTION_SECONDS / seconds)
-    return _slower("speed", slowdown, (fastest, slowest), "calibration steps")
+    says = f"takes {slowdown:.2g} times as many calibration steps as the baseline (allowed: {fastest:.2g} to {slowest:.2g})"
+    return "speed", _state(slowdown, fastest, slowest), says
 
 
 def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | None:
-    """Tokens read in the time of a calibration step, whose median over the run is robust to interruptions."""
+    """Return the tokens read in the time of a calibration step, whose median over the run is robust to interruptions."""
     comparable = [r for r in run if not setup_changes(r, record)] or [record]
     speed = record.facts.tokens_per_second
     steps = [r.facts.calibration_ms for r in comparable if r.facts.calibration_ms]
     return float(speed * np.median(steps) / 1e3) if speed and steps else None
-
-
-def _slower(check: str, slowdown: float, allowed: tuple[float, float], unit: str) -> Result:
-    low, high = allowed
-    says = f"takes {slowdown:.2g} times as many {unit} as the baseline (allowed: {low:.2g} to {high:.2g})"
-    return check, _state(slowdown, low, high), says
 
 
 def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,80 +17,41 @@ from kvbench.harness.report.task_report import task_of
 _RELATIVE_TOLERANCE = 1e-6  # traces of times are float32 (6e-8); sums may be taken in another order
 _ROUNDING_STEP = 1e-5  # of sums and rounds in a record; near a boundary, two roundings differ by a whole step
 _TOLERANCES = {"nll_sum": 1.5 * _ROUNDING_STEP, "rounds_ms": 1.5 * _ROUNDING_STEP, "error": 1e-6}  # absolute
-_NOT_FIGURES = {"metric", "higher_is_better", "how", "together"}  # among metrics
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BUCKET_SLOTS = 256  # an unbounded cache grows by this many
 _SECONDS_ROUNDING, _SPEED_ROUNDING = 0.0005, 0.05  # seconds are recorded to 0.001, a speed to 0.1
 CACHELESS = ("recompute_window", "recompute_sink_window")
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Result of verifying a record.
-
-    Attributes:
-        problems: sentences; None if the trace is missing and no other figure is wrong.
-        unverifiable: names of figures that can't be recomputed from the record and its trace.
-    """
-
-    problems: list[str] | None
-    unverifiable: list[str]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A recorded figure and its recomputed value.
-
-    Attributes:
-        name: of a metric, or "facts." and the name of a fact.
-        recorded: None if the record lacks it.
-        expected: recomputed value.
-        tolerance: absolute; above 0 if its inputs were rounded.
-    """
-
-    name: str
-    recorded: Any
-    expected: Any
-    tolerance: float = 0.0
+Recomputed = Iterator[tuple[str, Any, float]]  # dotted name of a figure, its value, and an absolute tolerance
 
 
 def problems(record: Record, folder: Path) -> list[str] | None:
-    """Sentences on what is wrong with a record; None if its trace is missing and nothing else is wrong.
+    """Recompute a record's figures, and return sentences on what is wrong; a failed record has no figures.
 
-    folder: of the record's file and its trace.
+    Returns None if the trace is missing and nothing else is wrong. folder: of the record's file and its trace.
     """
-    return verify(record, folder).problems
-
-
-def verify(record: Record, folder: Path) -> Verification:
-    """Recompute a record's figures; a failed one has none. folder: of the record's file and its trace."""
     if record.status != "ok":
-        return Verification([], [])
+        return []
     trace = open_trace(record, folder)
     missing = trace is None and record.trace is not None
     wrong = [*([] if missing else _trace_problems(record, trace)), *_keep_map_problems(record, folder)]
-    sources = (_from_record, *([] if wrong or missing else [_from_trace]))
+    sources = [_from_record(record), *([_from_trace(record, trace)] if isinstance(trace, TraceFile) and not wrong else [])]
     wrong += record.metrics.impossible()
-    figures: dict[str, Figure] = {}
+    recorded = record.metrics.as_json() | {"facts": {"tokens_per_second": record.facts.tokens_per_second}}
+    expected: dict[str, tuple[Any, float]] = {}
     for source in sources:
         try:
-            figures |= {f.name: f for f in source(record, trace)}
+            expected |= {name: (value, tolerance) for name, value, tolerance in source}
         except Exception as error:  # traces and figures may contain anything
             wrong.append(f"its figures can't be recomputed ({type(error).__name__}: {error})")
-    wrong += [
-        f"{f.name} is {_short(f.recorded)}, but should be {_short(f.expected)}"
-        for f in figures.values()
-        if not _equal(f.recorded, f.expected, f.tolerance)
-    ]
-    if missing:
-        return Verification(wrong or None, [])
-    names = [n for n in record.metrics.as_json() if n not in _NOT_FIGURES]
-    names += ["facts.tokens_per_second"] if record.facts.tokens_per_second is not None else []
-    return Verification(wrong, [n for n in names if n not in figures])
+    for name, (value, tolerance) in expected.items():
+        figure = _lookup(recorded, name)
+        if not equal(figure, value, tolerance):
+            wrong.append(f"{name} is {short(figure)}, but should be {short(value)}")
+    return wrong or (None if missing else [])
 
 
 def _trace_problems(record: Record, trace: TraceFile | Problem | None) -> list[str]:
-    """Problems of the trace's file itself."""
+    """Return the problems of the trace's file itself."""
     task, suffix = record.cell.task.name, task_of(record).trace
     if trace is None or record.trace is None:
         return [f"it has no trace; every record of {task} needs one (*{suffix})"] if suffix else []
@@ -102,7 +62,7 @@ def _trace_problems(record: Record, trace: TraceFile | Problem | None) -> list[s
 
 
 def _keep_map_problems(record: Record, folder: Path) -> list[str]:
-    """Problems of the keep map's file, which may be missing: no figure follows from it."""
+    """Return the problems of the keep map's file, which may be missing: no figure follows from it."""
     kept = record.facts.keep_map
     path = None if kept is None else folder / Path(kept.file).name
     if kept is None or path is None or not os.path.lexists(path):
@@ -111,23 +71,25 @@ def _keep_map_problems(record: Record, folder: Path) -> list[str]:
     return [f"its keep map {path.name} {problem}"] if problem else []
 
 
-def _from_record(record: Record, _: object) -> Iterator[Figure]:
+def _from_record(record: Record) -> Recomputed:
     """Yield all figures that need no trace."""
-    metrics = record.metrics.as_json()
-    for name, expected in record.metrics.derived(record.cell):
-        yield Figure(name, _lookup(metrics, name), expected)
-    size = kv_bytes(record)
+    yield from ((name, value, 0.0) for name, value in record.metrics.derived(record.cell))
+    size, names = kv_bytes(record), record.metrics.as_json()
     if size is not None:
-        yield from (Figure(name, metrics[name], size) for name in ("kv_bytes", "expected_kv_bytes") if name in metrics)
+        yield from ((name, size, 0.0) for name in ("kv_bytes", "expected_kv_bytes") if name in names)
     seconds, tokens, recorded = record.facts.measured_seconds, record.tokens_read, record.facts.tokens_per_second
     if seconds and tokens and recorded is not None and seconds > _SECONDS_ROUNDING:
         speed = tokens / seconds
         rounding = _SPEED_ROUNDING + tokens / (seconds - _SECONDS_ROUNDING) - speed
-        yield Figure("facts.tokens_per_second", recorded, speed, 1.01 * rounding)
+        yield "facts.tokens_per_second", speed, 1.01 * rounding
+
+
+def _from_trace(record: Record, trace: TraceFile) -> Recomputed:
+    yield from ((name, value, _TOLERANCES.get(name, 0.0)) for name, value in task_of(record).from_trace(record, trace).items())
 
 
 def kv_bytes(record: Record) -> int | None:
-    """Bytes of K and V, from the shapes of the model's layers; None if the record lacks them.
+    """Return the bytes of K and V, from the shapes of the model's layers; None if the record lacks them.
 
     A bounded cache has one slot more than its capacity. An unbounded one has whole buckets of slots for the tokens it read.
     A sliding-window layer keeps no more than its window. Where a prompt was cut, or budgets differ, the slots are unknown.
@@ -140,7 +102,8 @@ def kv_bytes(record: Record) -> int | None:
     item, tokens = ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)
     if shapes is None or item is None or tokens is None:
         return None
-    slots = tokens + 1 if cell.capacity is not None else _whole_buckets(tokens)
+    whole_buckets = max(1, -(-tokens // _BUCKET_SLOTS)) * _BUCKET_SLOTS
+    slots = tokens + 1 if cell.capacity is not None else whole_buckets
     spare = at_once(cell.moment) - 1
     total = 0
     for s in shapes:
@@ -150,38 +113,27 @@ def kv_bytes(record: Record) -> int | None:
     return task_of(record).workload(cell.task).kv_streams * total
 
 
-def _whole_buckets(tokens: int) -> int:
-    """Slots of an unbounded cache that holds this many tokens."""
-    return max(1, -(-tokens // _BUCKET_SLOTS)) * _BUCKET_SLOTS
-
-
 def _lookup(metrics: dict[str, Any], name: str) -> Any:
-    """A figure by its dotted name."""
+    """Return a figure by its dotted name."""
     value: Any = metrics
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def _from_trace(record: Record, trace: object) -> Iterator[Figure]:
-    if isinstance(trace, TraceFile):
-        recorded = record.metrics.as_json()
-        for name, expected in task_of(record).from_trace(record, trace).items():
-            yield Figure(name, _lookup(recorded, name), expected, _TOLERANCES.get(name, 0.0))
-
-
-def _equal(a: Any, b: Any, tolerance: float) -> bool:
-    """Counts and texts exactly; floats up to rounding, with the absolute tolerance of their name if they have one."""
+def equal(a: Any, b: Any, absolute: float = 0.0, relative: float = _RELATIVE_TOLERANCE) -> bool:
+    """Return whether counts and texts are equal, and floats up to a tolerance; of some names it is larger."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return set(a) == set(b) and all(_equal(a[k], b[k], _TOLERANCES.get(k, tolerance)) for k in a)
+        return set(a) == set(b) and all(equal(a[k], b[k], _TOLERANCES.get(k, absolute), relative) for k in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(_equal(x, y, tolerance) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(equal(x, y, absolute, relative) for x, y in zip(a, b, strict=True))
     if isinstance(a, float) or isinstance(b, float):
         numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-        return numbers and math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE, abs_tol=tolerance)
+        return numbers and math.isclose(a, b, rel_tol=relative, abs_tol=absolute)
     return type(a) is type(b) and bool(a == b)
 
 
-def _short(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+def short(value: Any) -> str:
+    """Return a value as a short text."""
+    text = f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
     return visible(text if len(text) <= 60 else f"{text[:57]}...")
