@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvbench.harness.cli.output import FILLED, report_skipped, results_option, writable
-from kvbench.harness.cli.terminal import link
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
@@ -85,8 +84,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
         raise UserError(f"{results}: the records of one suite: say with --out where the pages go")
     targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
-        _refuse_foreign_file(path, option)
-        _refuse_foreign_charts(path, option)
+        _refuse_foreign_files(path, option)
     records, paths, forged = _read(results)
     output, broken = make_without_broken(records, lambda part: _rendered(part, paths, targets, site))
     for record, error in broken:
@@ -134,32 +132,26 @@ def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
     return targets
 
 
-def _refuse_foreign_file(path: str, option: str) -> None:
-    """Refuse to overwrite a file that is not a page of ours.
-
-    Raises:
-        UserError: there is one.
-    """
-    page = Path(path)
-    if path == STDOUT or not (page.exists() or page.is_symlink()):
-        return
-    if not page.is_file():
-        raise UserError(f"{path}: not a file: give another {option}, or {option} - for stdout")
-    if page.stat().st_size and not any(mark in _beginning(page) for mark in _PAGE_MARKS):
-        raise UserError(f"{path}: exists and was not written by bench leaderboard: give another {option}")
-
-
-def _refuse_foreign_charts(path: str, option: str) -> None:
-    """Refuse to replace a file that has the name of the charts' folder.
+def _refuse_foreign_files(path: str, option: str) -> None:
+    """Refuse to overwrite a file that is not a page of ours, or that has the name of the charts' folder.
 
     Raises:
         UserError: there is one.
     """
     from kvbench.harness.report import chart
 
-    charts = Path(path).with_name(chart.FOLDER)
-    if path != STDOUT and (charts.exists() or charts.is_symlink()) and not charts.is_dir():
+    page = Path(path)
+    charts = page.with_name(chart.FOLDER)
+    if path == STDOUT:
+        return
+    if (charts.exists() or charts.is_symlink()) and not charts.is_dir():
         raise UserError(f"{charts}: not a folder, and the page's charts go there: move it, or give another {option}")
+    if not (page.exists() or page.is_symlink()):
+        return
+    if not page.is_file():
+        raise UserError(f"{path}: not a file: give another {option}, or {option} - for stdout")
+    if page.stat().st_size and not any(mark in _beginning(page) for mark in _PAGE_MARKS):
+        raise UserError(f"{path}: exists and was not written by bench leaderboard: give another {option}")
 
 
 def _beginning(path: Path) -> str:
@@ -233,7 +225,7 @@ def _rendered(
 def _write_data(data: Mapping[Path, str], folder: Path | None) -> None:
     """Write the scripts of a page to its folder, and delete those of ours there that the page does not load any more."""
     for path in data:
-        _refuse_foreign_file(str(path), "--out")
+        _refuse_foreign_files(str(path), "--out")
     for path, text in data.items():
         writable(path.parent)
         with atomic_write(path) as file:
@@ -263,7 +255,7 @@ def _write(text: str, page: str, records: int) -> None:
     writable(Path(page).parent)
     with atomic_write(Path(page)) as file:
         file.write(text)
-    click.echo(f"{records} record{'' if records == 1 else 's'} -> {link(Path(page), sys.stdout.isatty())}")
+    click.echo(f"{records} record{'' if records == 1 else 's'} -> {page}")
 
 
 def make_without_broken(

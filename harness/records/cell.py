@@ -57,13 +57,6 @@ class AnyOptions(Options):
     name: Name
 
 
-def options_class(task: str) -> type[Options]:
-    """The options class of a task; `AnyOptions` if the task is not installed."""
-    task_class = plugins.known_task(task)
-    options: type[Options] = AnyOptions if task_class is None else task_class.options
-    return options
-
-
 class CellModel(Part):
     """A cell's model."""
 
@@ -154,7 +147,8 @@ class CellSpec(Document):
         task = value.get("task")
         if not isinstance(task, dict) or not isinstance(task.get("name"), str):
             raise BadRecordError(("task",), "a mapping with the task's name")
-        return cls._with_options(value, options_class(task["name"]))
+        task_class = plugins.known_task(task["name"])
+        return cls._with_options(value, AnyOptions if task_class is None else task_class.options)
 
     @classmethod
     def _with_options(cls, value: Mapping[str, Any], options_of_task: type[Options]) -> Self:

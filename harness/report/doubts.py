@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import NllMetrics, ScoreMetrics
-from kvbench.harness.report.eviction import eviction_flags
+from kvbench.harness.records.figure_rules import MEAN_NATS, SUM
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics
 from kvbench.harness.report.pairing import past_training, question
 from kvbench.harness.report.rows import Row
+from kvbench.harness.report.task_report import task_of
+from kvbench.harness.report.verify import ITEM_BYTES
 
 _CLIFF_NATS = math.log(2)  # twice the perplexity
 _MIN_CLIFF_BLOCKS = 4
@@ -37,12 +40,17 @@ def faults(row: Row, others: Sequence[Row]) -> list[str]:
 
 
 def cliff(row: Row, others: Sequence[Row]) -> int | None:
-    """The first token from which on perplexity stays above twice that of the best bounded cache; None if there is none.
+    """The first token from which on perplexity stays above twice that of the best other cache; None if there is none.
 
+    The other cache is bounded, or was not read past its training length.
     From that token on, the mean NLL difference exceeds log 2 over every stretch of more than `_MIN_CLIFF_BLOCKS` blocks.
     """
-    best = _best_bounded(row, others)
-    blocks = None if best is None or row.perplexity is None else _paired_blocks(row.perplexity, best)
+    scored = [r for r in others if r is not row and r.nll is not None and r.kv_bytes]
+    rivals = [r for r in scored if r.perplexity is not None and not past_training(r.perplexity)]
+    best = min(rivals, key=lambda r: r.nll or math.inf, default=None)
+    if best is None or best.perplexity is None or row.perplexity is None:
+        return None
+    blocks = _paired_blocks(row.perplexity, best.perplexity)
     if blocks is None:
         return None
     excess, tokens, size = blocks
@@ -53,14 +61,6 @@ def cliff(row: Row, others: Sequence[Row]) -> int | None:
         if means[_MIN_CLIFF_BLOCKS:].min() > _CLIFF_NATS:
             return size * (start + int(np.argmax(excess[start:] > _CLIFF_NATS * tokens[start:])))
     return None
-
-
-def _best_bounded(row: Row, others: Sequence[Row]) -> Record | None:
-    """The perplexity record of the best other cache that is bounded, or was not read past its training length."""
-    scored = [r for r in others if r is not row and r.nll is not None and r.kv_bytes]
-    rivals = [r for r in scored if r.perplexity is not None and not past_training(r.perplexity)]
-    best = min(rivals, key=lambda r: r.nll or math.inf, default=None)
-    return None if best is None else best.perplexity
 
 
 def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
@@ -88,19 +88,7 @@ def with_doubts(records: Sequence[Record]) -> list[Record]:
     doubts: dict[tuple[str, ...], list[str]] = {}
     for record in records:
         doubts.setdefault(_model(record), []).extend(_doubts(record))
-    return [
-        _flagged(record, [*dict.fromkeys(doubts[_model(record)]), *_about(record, dense.get(key))])
-        for key, record in zip(questions, records, strict=True)
-    ]
-
-
-def _about(record: Record, dense: Record | None) -> Iterator[str]:
-    """The doubts about a record alone. dense: of the same questions or text, if there is one."""
-    if record.status != "ok":
-        return
-    if dense is not None:
-        yield from _too_hard(dense)
-    yield from eviction_flags(record, dense)
+    return [_flagged(record, doubts[_model(record)], dense.get(key)) for key, record in zip(questions, records, strict=True)]
 
 
 def _model(record: Record) -> tuple[str, ...]:
@@ -110,10 +98,16 @@ def _model(record: Record) -> tuple[str, ...]:
 
 
 def _doubts(record: Record) -> Iterator[str]:
+    """Yield the doubts that a record raises about its model."""
     if record.facts.tokenizer_differs is not None:
         yield record.facts.tokenizer_differs
-    nats, guess = _dense_nats(record), record.facts.vocab_size
-    if nats is not None and guess is not None and nats > math.log(guess):
+    metrics, length, guess = record.measured(NllMetrics), record.facts.training_length, record.facts.vocab_size
+    if metrics is None or guess is None or not record.cell.is_dense:
+        return
+    trained = [bucket for bucket in metrics.buckets if length is None or bucket.to <= length]
+    tokens = sum(bucket.tokens for bucket in trained)
+    nats = sum(bucket.nll * bucket.tokens for bucket in trained) / tokens if tokens else 0.0
+    if nats > math.log(guess):
         yield (
             "dense is worse than a uniform guess within the model's training length (perplexity "
             f"{math.exp(min(nats, 700)):,.0f}, vocabulary {guess:,}): are these its tokenizer, its weights and its kind of text?"
@@ -127,17 +121,81 @@ def _too_hard(dense: Record) -> Iterator[str]:
         yield f"dense can't: it answers {100 * share:.0f} % right, so answers to these questions say little about policies"
 
 
-def _dense_nats(record: Record) -> float | None:
-    """Mean NLL of dense over the positions that the model was trained at; None if it read none, or if this is not dense."""
-    metrics, length = record.measured(NllMetrics), record.facts.training_length
-    if metrics is None or not record.cell.is_dense:
-        return None
-    known = [bucket for bucket in metrics.buckets if length is None or bucket.to <= length]
-    tokens = sum(bucket.tokens for bucket in known)
-    return sum(bucket.nll * bucket.tokens for bucket in known) / tokens if tokens else None
-
-
-def _flagged(record: Record, doubts: list[str]) -> Record:
-    if not doubts or record.status != "ok":
+def _flagged(record: Record, of_model: Sequence[str], dense: Record | None) -> Record:
+    """Return the record with the doubts about it among its flags. dense: of the same questions or text, if there is one."""
+    if record.status != "ok":
         return record
-    return replace(record, metrics=record.metrics.model_copy(update={"flags": [*record.metrics.flags, *doubts]}))
+    doubts = [*dict.fromkeys(of_model), *(() if dense is None else _too_hard(dense)), *_eviction_flags(record, dense)]
+    flags = [*record.metrics.flags, *doubts]
+    return replace(record, metrics=record.metrics.model_copy(update={"flags": flags})) if doubts else record
+
+
+_MOST_HELD = 0.9  # share of dense's bytes above which too few tokens were evicted to change every figure
+_GRADED = 10  # questions with a score other than 0 and 1, which chance makes equal to dense's once in a while, but not all
+_ANSWERS, _OF_EACH_KIND = 60, 10  # questions; those among them that dense answers right, and those that it answers wrong
+
+
+def _eviction_flags(record: Record, dense: Record | None) -> Iterator[str]:
+    """The flags of a record. dense: of the same questions or text, if there is one."""
+    if record.facts.code is not None:
+        yield from _not_evicting(record, None if dense is None else dense.metrics.kv_held_bytes)
+    if dense is None or record.cell.stored or record.cell.is_dense:
+        return
+    share = (record.metrics.kv_held_bytes or 0) / (dense.metrics.kv_held_bytes or math.inf)
+    if 0 < share <= _MOST_HELD and (equal := _equal_figures(record, dense)):
+        yield f"no effect: all {equal} equal those of dense, but {1 - share:.0%} of dense's bytes are evicted"
+
+
+def _not_evicting(record: Record, of_dense: int | None) -> Iterator[str]:
+    """A flag if somebody else's cache holds more than it should. of_dense: bytes that dense holds."""
+    held, most, ratio = _held_tokens(record), record.cell.parameters.get("holds"), _ratio(record.cell.parameters)
+    if held is not None and most is not None and held > most + 1:  # the newest token may come on top
+        yield f"not evicting: it holds {held:,.0f} tokens per KV head, but should hold {most:,} at most"
+    elif ratio and of_dense and (record.metrics.kv_held_bytes or 0) >= of_dense:
+        yield f"not evicting: it holds all bytes that dense holds, but should evict {ratio:.0%} of a prompt"
+
+
+def _equal_figures(record: Record, dense: Record) -> str:
+    """The figures that equal those of dense, in words; empty if some differ, or if chance may have made them equal."""
+    ours, theirs = record.measured(NllMetrics), dense.measured(NllMetrics)
+    if ours is not None and theirs is not None:
+        return "NLLs" if _same_nll(ours, theirs) else ""
+    answers, reference = record.measured(QuestionMetrics), dense.measured(QuestionMetrics)
+    return "answers" if answers is not None and reference is not None and _same_answers(answers, reference) else ""
+
+
+def _same_nll(ours: NllMetrics, theirs: NllMetrics) -> bool:
+    """Whether every run of tokens has the same NLL, up to rounding in float32."""
+    tokens = np.array(ours.blocks.tokens)
+    if ours.blocks.tokens != theirs.blocks.tokens:
+        return False
+    return bool((np.abs(np.subtract(ours.blocks.nll_sum, theirs.blocks.nll_sum)) <= MEAN_NATS * tokens).all())
+
+
+def _same_answers(ours: QuestionMetrics, theirs: QuestionMetrics) -> bool:
+    """Whether all questions are scored alike, and are enough of them, not all right or all wrong."""
+    if ours.outcomes != theirs.outcomes:
+        return False
+    if isinstance(ours, ScoreMetrics) and isinstance(theirs, ScoreMetrics) and ours.scores is not None:
+        pairs = list(zip(ours.scores, theirs.scores or [], strict=False))
+        graded = sum(score not in (0, 1) for score, _ in pairs)
+        return graded >= _GRADED and all(math.isclose(a, b, rel_tol=SUM) for a, b in pairs) and len(pairs) == len(ours.scores)
+    wrong = theirs.questions - (theirs.right or 0)
+    return ours.evicted_questions >= _ANSWERS and min(theirs.right or 0, wrong) >= _OF_EACH_KIND
+
+
+def _held_tokens(record: Record) -> float | None:
+    """Tokens held at the end, mean over layers and streams; None if the record does not say."""
+    held, shapes, item = record.metrics.kv_held_bytes, record.facts.kv_shapes, ITEM_BYTES.get(record.cell.model.dtype)
+    if not held or not shapes or item is None or record.cell.stored:
+        return None
+    streams = task_of(record).workload(record.cell.task).kv_streams
+    return held / (streams * item * sum(s.layers * s.heads * (s.key_dim + s.value_dim) for s in shapes))
+
+
+def _ratio(parameters: Mapping[str, Any]) -> float | None:
+    """The share of a prompt that a press, or the one inside it, evicts."""
+    if isinstance(parameters.get("compression_ratio"), (int, float)):
+        return float(parameters["compression_ratio"])
+    inner = parameters.get("press")
+    return _ratio(inner) if isinstance(inner, Mapping) else None

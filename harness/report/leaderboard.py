@@ -103,7 +103,8 @@ def _suite(
 def _line(question: dict[str, Any], site: str) -> str:
     """A question with the link to its page, the sentence of its middle budget, and the best policies with what they lose."""
     budget = _middle(question)
-    named = [f"{_rank(row)} {row['name']}{_lost(row)}" for row in budget["rows"][:_MOST_NAMES]]
+    losses = ["" if row["loss"] is None else f" {loss_text(row['loss'])}" for row in budget["rows"]]
+    named = [f"{_rank(row)} {row['name']}{lost}" for row, lost in zip(budget["rows"], losses, strict=True)][:_MOST_NAMES]
     best = f" Best: {md('; '.join(named))}." if len(budget["rows"]) > 1 else ""
     link = f"[{md(question['model'])}, {md(question['subject'])}]({site}#q={question['id']})"
     return f"- {link}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
@@ -153,10 +154,6 @@ def _rank(row: dict[str, Any]) -> str:
         return "–"
     low, high = row["rank"]
     return f"{low}" if low == high else f"{low}–{high}"
-
-
-def _lost(row: dict[str, Any]) -> str:
-    return "" if row["loss"] is None else f" {loss_text(row['loss'])}"
 
 
 def _perplexity(row: dict[str, Any], budget: dict[str, Any]) -> str:

@@ -19,51 +19,32 @@ from kvbench.harness.report.markdown import digits, md, table
 _BUILTIN = Path(__file__).parents[1] / "models/builtin"
 
 
-def training_logs() -> list[Path]:
-    """Folders of the built-in models with a training log, but for the one whose text is no text: its loss compares with none."""
-    return sorted(p.parent for p in _BUILTIN.glob("*/training.jsonl") if p.parent.name != "backcopy")
+def _training_curves() -> list[chart.Chart]:
+    """Return loss and attention to the first token over tokens seen, a line per built-in model with a training log.
 
-
-def curves(models: Sequence[Path]) -> list[chart.Chart]:
-    """Loss and attention to the first token over tokens seen, a line per model; no chart without logs.
-
-    Args:
-        models: folders, each with the `training.jsonl` that `bench pretrain` writes.
+    A model whose text is no text is left out: its loss compares with none.
     """
-    logs = {m.name: [json.loads(x) for x in (m / "training.jsonl").read_text(encoding="utf-8").splitlines()] for m in models}
-    if not logs:
+    logs = {path.parent.name: path.read_text(encoding="utf-8") for path in sorted(_BUILTIN.glob("*/training.jsonl"))}
+    steps = {name: [json.loads(line) for line in text.splitlines()] for name, text in logs.items() if name != "backcopy"}
+    if not steps:
         return []
-    loss, attention = _losses(logs), _attention(logs)
-    return [
-        chart.Chart(
-            "pretraining",
-            f"Training loss, and attention to the first token, over tokens seen, of {', '.join(logs)}.",
-            {
-                "hconcat": [
-                    _panel(loss, list(logs), "loss", "loss, nats per token", {"type": "linear", "zero": False, "nice": False}),
-                    _panel(attention, list(logs), "attention", "attention to the first token", {"type": "linear", "zero": True}),
-                ]
-            },
-        )
-    ]
-
-
-def _losses(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Leaves out the first steep drop, which would flatten the rest."""
-    return [
+    loss = [
         {"model": name, "tokens": row["tokens"] / 1e6, "loss": round(row["loss"], 4)}
-        for name, rows in logs.items()
-        for row in rows[len(rows) // 50 :]
+        for name, rows in steps.items()
+        for row in rows[len(rows) // 50 :]  # without the first steep drop, which would flatten the rest
     ]
-
-
-def _attention(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [
+    attention = [
         {"model": name, "tokens": row["tokens"] / 1e6, "attention": round(row["attention_to_first"]["largest"], 4)}
-        for name, rows in logs.items()
+        for name, rows in steps.items()
         for row in rows
         if "attention_to_first" in row
     ]
+    panels = [
+        _panel(loss, list(steps), "loss", "loss, nats per token", {"type": "linear", "zero": False, "nice": False}),
+        _panel(attention, list(steps), "attention", "attention to the first token", {"type": "linear", "zero": True}),
+    ]
+    alt = f"Training loss, and attention to the first token, over tokens seen, of {', '.join(steps)}."
+    return [chart.Chart("pretraining", alt, {"hconcat": panels})]
 
 
 def _panel(values: list[dict[str, Any]], names: list[str], field: str, title: str, scale: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +100,7 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
         lines.append(
             [f"*{ratio['label']}*", *(_cell(p, v, None, same_model) for p, v in zip(published_ratios, our_ratios, strict=True))]
         )
+    devices = sorted({r.facts.device for line in matches for r in line if r is not None})
     head = ["", *(column["label"] for column in columns)]
     about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
     return [
@@ -127,8 +109,8 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
         *table(head, lines, "l" + "r" * len(columns)),
         f"What differs: {published['differs']}\n",
         *_missing(published, matches),
-        *_devices(matches),
-        *_charts(published),
+        *([f"Ours: {md('; '.join(devices))}.\n"] if devices else []),
+        *(_training_curves() if published.get("chart") == "training" else []),
         *_others(published, columns, [record for record, _ in records]),
     ]
 
@@ -195,7 +177,8 @@ def _cell(
     paper: Any, ours: float | None, record: Record | None, same_model: bool, base: tuple[Any, float | None] | None = None
 ) -> str:
     """Published → ours with their difference or, given the row's base, both as multiples of that."""
-    theirs = "" if paper is None else f"*{_quoted(paper)}{_multiple(paper, base and base[0])}*"
+    quoted = f"{paper:,.2f}" if isinstance(paper, float) else f"{paper:,}" if isinstance(paper, int) else str(paper)
+    theirs = "" if paper is None else f"*{quoted}{_multiple(paper, base and base[0])}*"
     if ours is None:
         if record is not None:
             return f"{theirs} → **failed**: {md(record.error.kind if record.error else '?')}"
@@ -209,21 +192,6 @@ def _cell(
 def _multiple(value: Any, base: Any) -> str:
     ratio = _ratio(value, base)
     return "" if ratio is None else f" ({ratio:,.3f}x)" if ratio < 10 else f" ({ratio:,.0f}x)"
-
-
-def _charts(published: dict[str, Any]) -> list[chart.Chart]:
-    """Training curves of our models, if the table asks for them."""
-    return curves(training_logs()) if published.get("chart") == "training" else []
-
-
-def _quoted(value: Any) -> str:
-    """A published figure: integers in full, others with two decimals."""
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _devices(matches: Sequence[Sequence[Record | None]]) -> list[str]:
-    devices = sorted({r.facts.device for line in matches for r in line if r is not None})
-    return [f"Ours: {md('; '.join(devices))}.\n"] if devices else []
 
 
 def _others(published: dict[str, Any], columns: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[str]:

@@ -5,7 +5,6 @@ Figures of two machines never share a row.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -24,8 +23,11 @@ _PERPLEXITY = "perplexity"
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
     """The newest record of every cell, grouped by suite and model."""
-    shown = sorted(newest(list(records)), key=lambda r: (_suite_and_model(r), order(r)))
-    return [list(group) for _, group in itertools.groupby(shown, key=_suite_and_model)]
+    parts: dict[str, list[Record]] = {}
+    for record in sorted(newest(list(records)), key=order):
+        cell = record.cell.as_json()
+        parts.setdefault(repr([cell["suite"], cell["suite_version"], cell["model"]]), []).append(record)
+    return [parts[name] for name in sorted(parts)]
 
 
 def order(record: Record) -> tuple[Any, ...]:
@@ -52,20 +54,9 @@ def usual_positions(evicts: str) -> str:
     return "stream" if evicts == "prompt" else "cache"
 
 
-def _suite_and_model(record: Record) -> str:
-    """Groups records by suite and model."""
-    cell = record.cell.as_json()
-    return repr([cell["suite"], cell["suite_version"], cell["model"]])
-
-
-def device(record: Record) -> str:
-    """The device that measured the record; empty if unknown."""
-    return record.facts.device
-
-
 def on_device(record: Record, among: Sequence[Record]) -> str:
     """Text " on <device>" if these records were measured on several devices, else empty."""
-    return f" on {device(record) or 'an unknown device'}" if len({device(r) for r in among}) > 1 else ""
+    return f" on {record.facts.device or 'an unknown device'}" if len({r.facts.device for r in among}) > 1 else ""
 
 
 def row_label(record: Record, among: Sequence[Record]) -> str:
@@ -80,8 +71,8 @@ def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     machine; all of them share the figures of quality, which don't depend on the set-up.
     """
     machines = []
-    for name in sorted({device(r) for r in records}):
-        here = [r for r in records if device(r) == name]
+    for name in sorted({r.facts.device for r in records}):
+        here = [r for r in records if r.facts.device == name]
         setups = sorted({_setup(r) for r in here if r.measures(StepMetrics)})
         for setup in setups or [""]:
             label = f"{name or 'an unknown device'}{f', {setup}' if len(setups) > 1 else ''}"

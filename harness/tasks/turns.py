@@ -27,7 +27,7 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, short_titles, status, table, task_line
-from kvbench.harness.report.sections import device, on_device, row_label
+from kvbench.harness.report.sections import on_device, row_label
 from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.report.task_charts import panels
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
@@ -271,7 +271,7 @@ def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
-        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.evicts, device(record)]
+        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.evicts, record.facts.device]
         groups.setdefault(repr(key), []).append(record)
     return list(groups.values())
 

@@ -32,13 +32,15 @@ def feed(records: Iterable[Record]) -> dict[str, Any]:
     records = list(records)
     asked_questions, shown = questions(records), list(itertools.chain.from_iterable(groups(records)))
     answered = answers(asked_questions)
+    shapes = [question.first.facts.kv_shapes or () for question in asked_questions]
+    token_numbers = [sum(s.layers * s.heads * (s.key_dim + s.value_dim) for s in layers) for layers in shapes]
     cells = [cell_json(record) for record in shown]
     policies = sorted({row["policy"] for question in answered["questions"] for row in rows_of(question)})
     data: dict[str, Any] = {
         "feed": NAME,
         "version": VERSION,
         "measured": max((cell["measured"] for cell in cells), default=""),
-        "default": default(answered["questions"], [token_numbers(question) for question in asked_questions]),
+        "default": default(answered["questions"], token_numbers),
         "papers": {name: {"paper": whose.paper, "arxiv": whose.arxiv} for name in policies if (whose := origin(name)).paper},
         **answered,
         "cells": cells,
@@ -89,12 +91,6 @@ def default(answered: Sequence[dict[str, Any]], sizes: Sequence[int]) -> str | N
     orders = list(map(order, answered, sizes))
     best: str = answered[orders.index(max(orders))]["id"]
     return best
-
-
-def token_numbers(question: Question) -> int:
-    """Count the numbers in K and V of one token of the question's model; 0 if its records don't say."""
-    shapes = question.first.facts.kv_shapes or ()
-    return sum(shape.layers * shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
 
 
 def rows_of(question: dict[str, Any]) -> list[dict[str, Any]]:

@@ -235,10 +235,17 @@ def questions(records: Iterable[Record]) -> list[Question]:
 
 
 def _texts(part: Sequence[Record], machine: str) -> Iterator[Question]:
-    """A question for each text and time of evicting."""
-    scored = [r for r in part if r.measures(NllMetrics)]
+    """Yield a question for each text and time of evicting.
+
+    A failed record, which may not know its text, goes to the first text of the same task.
+    """
+    texts: dict[tuple[str, str], list[Record]] = {}
+    for record in sorted((r for r in part if r.measures(NllMetrics)), key=lambda r: r.status != "ok"):
+        options = repr(record.cell.options)
+        known = next((key for key in texts if key[0] == options), None) if record.status != "ok" else None
+        texts.setdefault(known or (options, record.data.ids_sha256), []).append(record)
     beside = [*poolable([r for r in part if _answers(r)]), *(r for r in part if r.measures(StepMetrics))]
-    for text in _by_text(scored):
+    for text in texts.values():
         yield from _by_eviction("perplexity", text, beside, machine)
 
 
@@ -250,17 +257,6 @@ def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
             tasks.setdefault((section_key(record), record.data.source), []).append(record)
     for task in tasks.values():
         yield from _by_eviction("answers", task, [r for r in part if r.measures(StepMetrics)], machine)
-
-
-def _by_text(scored: Sequence[Record]) -> list[list[Record]]:
-    """Records of each text. A failed record, which may not know its text, goes to the first of the same task."""
-    texts: dict[tuple[str, str], list[Record]] = {}
-    for record in sorted(scored, key=lambda r: r.status != "ok"):
-        task, ids = repr(record.cell.options), record.data.ids_sha256
-        known = next((key for key in texts if key[0] == task), None)
-        key = known if record.status != "ok" and known else (task, ids)
-        texts.setdefault(key, []).append(record)
-    return list(texts.values())
 
 
 def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], machine: str) -> Iterator[Question]:

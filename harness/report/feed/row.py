@@ -63,7 +63,7 @@ def row_json(question: Question, placed: Placed, names: dict[str, str]) -> dict[
         placed: the row.
         names: of all rows of the question, by id.
     """
-    row, cell = placed.row, placed.row.cell
+    row, cell, whole = placed.row, placed.row.cell, dense_bytes(question)[0]
     dense_loss = None if placed.loss and placed.loss.to is question.dense else loss(question, row, question.dense)
     return {
         "id": row_id(row),
@@ -76,14 +76,14 @@ def row_json(question: Question, placed: Placed, names: dict[str, str]) -> dict[
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
         "perplexity": figure(perplexity(question, row)),
         "stride": row.stride,
-        "tokens_read": _tokens_read(row),
+        "tokens_read": row.perplexity and row.perplexity.metrics.tokens_read,
         "answers": answers_json(row),
         "kv_bytes": row.kv_bytes,
-        "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
+        "kv_share": figure(row.kv_bytes / whole) if row.kv_bytes and whole else None,
         "ms": figure(row.step_ms),
         "times_dense": _times_dense(question, row),
         "code": visible(row.records[0].facts.code or origin(cell.policy).code),
-        "status": _status(question, row),
+        "status": visible("; ".join(faults(row, question.rows))) or "ok",
         "parameters": {visible(k): v for k, v in cell.settings.items()},
         "positions": visible(cell.positions),
         "evict": visible(cell.evicts),
@@ -123,19 +123,10 @@ def dense_bytes(question: Question) -> tuple[int | None, bool]:
     return kv_bytes(replace(record, cell=whole, facts=facts)), False
 
 
-def _share(part: int | None, whole: int | None) -> float | None:
-    return figure(part / whole) if part and whole else None
-
-
 def perplexity(question: Question, row: Row, capacity: int | None = None) -> float | None:
     """Over the tokens of a budget (`Question.figure`)."""
     nll = question.figure(row, capacity) if question.measure == "perplexity" else None
     return None if nll is None else math.exp(min(nll, 700))
-
-
-def _tokens_read(row: Row) -> int | None:
-    """Tokens of the text that were read, where reading could stop before its end."""
-    return None if row.perplexity is None else row.perplexity.metrics.tokens_read
 
 
 def answers_json(row: Row) -> list[dict[str, Any]]:
@@ -163,10 +154,6 @@ def _times_dense(question: Question, row: Row) -> list[float | None] | None:
     return None if not ratios else [figure(x) for x in (statistics.median(ratios), *median_interval(ratios))]
 
 
-def _status(question: Question, row: Row) -> str:
-    return visible("; ".join(faults(row, question.rows))) or "ok"
-
-
 def cell_json(record: Record) -> dict[str, Any]:
     """A measured cell: its main figure, and the command that measures it again."""
     cell = record.cell
@@ -186,7 +173,7 @@ def cell_json(record: Record) -> dict[str, Any]:
         "status": failed or "; ".join(record.metrics.flags) or "ok",
         "measured": record.finished[:10],
         "command": f"bench run {record.cell_id[:8]} --fresh{texts}{local}",
-        "provenance": _digest(provenance_json(record)),
+        "provenance": hashlib.sha256(repr(provenance_json(record)).encode()).hexdigest()[:8],
     }
 
 
@@ -206,7 +193,3 @@ def provenance_json(record: Record) -> dict[str, Any]:
         "data_seed": record.cell.options.get("data_seed"),
         "method": facts.method,
     }
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

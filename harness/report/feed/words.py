@@ -174,7 +174,13 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
 def _price(row: dict[str, Any], measure: str) -> str:
     """Describe the row's loss, bytes and time. The loss is that to dense, if dense was measured."""
     lost = _lost(row["loss_to_dense"] or row["loss"], measure)
-    parts = [*_answered(row, measure), *lost, *_held(row["kv_share"]), *_taken(row)]
+    parts = [*_answered(row, measure), *lost]
+    if (share := row["kv_share"]) is not None:
+        parts.append(f"holds {f'1/{1 / share:,.0f}' if share < 1 / 1.95 else f'{100 * share:.0f} %'} of dense's bytes")
+    if row["times_dense"] is not None:
+        median, low, high = row["times_dense"]
+        interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+        parts.append(f"takes {median:.2f}{interval} of dense's time per token")
     if not parts:
         return ""
     joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
@@ -235,17 +241,3 @@ def _short(value: float) -> str:
 def signed(value: float) -> str:
     """Return the number with its sign."""
     return f"{'+' if value > 0 else '−' if value < 0 else ''}{_short(abs(value))}"
-
-
-def _held(share: float | None) -> list[str]:
-    if share is None:
-        return []
-    return [f"holds 1/{1 / share:,.0f} of dense's bytes" if share < 1 / 1.95 else f"holds {100 * share:.0f} % of dense's bytes"]
-
-
-def _taken(row: dict[str, Any]) -> list[str]:
-    if row["times_dense"] is None:
-        return []
-    median, low, high = row["times_dense"]
-    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    return [f"takes {median:.2f}{interval} of dense's time per token"]

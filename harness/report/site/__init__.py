@@ -57,7 +57,10 @@ def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dic
     default = next((question for question in feed["questions"] if question["id"] == feed["default"]), None)
     suites = []
     for suite, version in dict.fromkeys((cell["suite"], cell["suite_version"]) for cell in feed["cells"]):
-        data: dict[str, Any] = {name: [part for part in feed[name] if _suite(part) == (suite, version)] for name in _BY_SUITE}
+        data: dict[str, Any] = {
+            name: [part for part in feed[name] if (part["suite"], part["suite_version"]) == (suite, version)]
+            for name in _BY_SUITE
+        }
         policies = {row["policy"] for question in data["questions"] for row in rows_of(question)}
         data["papers"] = {name: paper for name, paper in feed["papers"].items() if name in policies}
         data["provenance"] = {cell["provenance"]: feed["provenance"][cell["provenance"]] for cell in data["cells"]}
@@ -74,10 +77,6 @@ def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dic
         suites,
         key=lambda part: default is not None and (default not in part[1]["questions"], default["model"] not in part[0]["models"]),
     )
-
-
-def _suite(part: dict[str, Any]) -> tuple[str, int]:
-    return part["suite"], part["suite_version"]
 
 
 def program() -> str:
