@@ -66,7 +66,6 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 	$(BIN)/python tests/benchmarks/perplexity_speed.py --only h2o --capacity 1024
 	for shape in 5m 100m; do for threads in 1 4; do \
 		$(BIN)/python tests/benchmarks/decode_speed.py --shape $$shape --threads $$threads || exit 1; done; done
-	$(BIN)/python tests/benchmarks/prefill_speed.py
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
 peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/comparison.md; red if a row differs that must not

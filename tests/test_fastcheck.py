@@ -18,13 +18,11 @@ from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import _COMPILED, Model, adopt
-from kvbench.harness.engine.runs import RunReader
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.kernels import cpu_walk, fused
+from kvbench.harness.kernels import fused
 from kvbench.harness.kernels.captured import CapturedSteps
-from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.kernels.cpu import CpuStepKernel, CpuWalkKernel
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.dense import Dense
@@ -40,7 +38,7 @@ def filled(config: CacheConfig, tokens: int, family: str = "llama", method=EAGER
     return read
 
 
-@pytest.mark.parametrize("tokens", [5, 20, 21, 50, 300], ids=lambda n: f"{n} tokens")
+@pytest.mark.parametrize("tokens", [5, 21, 300], ids=lambda n: f"{n} tokens")
 @pytest.mark.parametrize("config", [CacheConfig(SinkWindow(4), 20), CacheConfig(Window(), 20), CacheConfig(Dense())], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_filled_decoder_is_in_the_state_of_one_that_has_read(family, config, tokens):
@@ -183,17 +181,16 @@ def test_methods_that_fail_only_together_are_not_used(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize(
     ("policy", "kind"), [(H2O(), CpuWalkKernel), (SinkWindow(4), ClosedForm)], ids=["compiled walk", "closed form"]
 )
 @pytest.mark.parametrize("seconds", [0.1, 100])
-def test_a_block_method_is_used_only_where_it_measures_faster(clock, as_on_cuda, policy, kind, seconds, streams):
+def test_a_block_method_is_used_only_where_it_measures_faster(clock, as_on_cuda, policy, kind, seconds):
     """Times are those of the fast method, and of the plain walk: 0.5 seconds a token and layer."""
     clock(kind, "__call__", seconds)
     clock(Rows, "release", 0.5)
     name = "compiled walk" if kind is CpuWalkKernel else "closed form"
-    found = fast_method(model_of("llama"), CacheConfig(policy, 8), *([streams] if streams > 1 else []))
+    found = fast_method(model_of("llama"), CacheConfig(policy, 8))
     if seconds < 1:
         assert (found.blocks, found.refused) == (name, "")
     else:
@@ -256,7 +253,7 @@ def test_rounding_that_grows_from_layer_to_layer_refuses_no_shortcut(deep, confi
 @needs_compiler
 @pytest.mark.parametrize(
     ("config", "spread", "share"),
-    [(ANY, 0.02, 0.9), (ANY, 0.02, 1.1), (ANY, 0.2, 0.25), (ANY, 0.2, 1.75), (LOOKS, 0.02, 0.9), (LOOKS, 0.02, 1.1)],
+    [(ANY, 0.2, 1.75), (LOOKS, 0.02, 0.9)],
 )
 def test_a_wrong_kernel_in_16_bits_is_refused(monkeypatch, config, spread, share):
     """Its output is this share of the right one; where scores are large, rounding leaves less to be seen."""
@@ -285,9 +282,8 @@ def wrong_in_one_layer(out, keys, calls=[0]):  # noqa: B006
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [ANY, LOOKS], ids=str)
 @pytest.mark.parametrize("fault", [wrong_head, wrong_where_it_evicts, wrong_in_one_layer])
-def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, config, fault):
+def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, fault):
     right = CpuWalkKernel.__call__
 
     def wrong(self, slots, rows, layer, query, keys, *rest, **named):
@@ -296,7 +292,7 @@ def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, con
         return out
 
     monkeypatch.setattr(CpuWalkKernel, "__call__", wrong)
-    found = fast_method(in_bfloat16(2, 0.02), config)
+    found = fast_method(in_bfloat16(2, 0.02), LOOKS)
     assert found.blocks == "walk"
     assert "compiled walk: its attention differs" in found.refused
 
@@ -308,33 +304,6 @@ def test_both_sides_are_timed_in_the_same_state(monkeypatch, deep, as_on_cuda):
     fast_method(deep, CacheConfig(Random(), 256))
     assert seen
     assert all(ours == theirs > 256 for ours, theirs in seen)
-
-
-@pytest.mark.parametrize("policy", [Random(), SinkWindow(4)], ids=lambda p: type(p).__name__)
-def test_runs_in_16_bits_are_compared_layer_by_layer(monkeypatch, deep, policy):
-    config = CacheConfig(policy, 40, evict=16)
-    assert MethodCheck(deep, config, 1).trial_of_runs() == ""
-    right = RunReader._attend
-    monkeypatch.setattr(RunReader, "_attend", lambda *given: (lambda out, seen: (out * 0.2, seen))(*right(*given)))
-    assert MethodCheck(deep, config, 1).trial_of_runs() == "its attention differs from the plain walk's"
-
-
-def test_a_wrong_graph_in_16_bits_is_refused(monkeypatch, deep, clock, as_on_cuda):
-    assert fast_method(deep, SINKS).step == "captured"
-    monkeypatch.setattr(Graph, "__call__", lambda graph, tokens: graph.step(tokens) * 1.1)
-    found = fast_method(deep, SINKS)
-    assert (found.step, found.method.captured) == ("plain", False)
-    assert "captured steps: its logits differ from those of steps that are not captured" in found.refused
-
-
-@needs_compiler
-def test_a_kernel_that_evicts_others_in_16_bits_is_refused(monkeypatch):
-    random, real = built_of(Random().bind(40), "walk.c", "walk"), cpu_walk.built_of
-    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: random if asked[2] == "walk" else real(*asked))
-    found = fast_method(in_bfloat16(2, 0.02), LOOKS)
-    assert found.blocks == "walk"
-    assert found.refused.startswith("compiled walk: ")
-    assert found.refused.endswith("% of the tokens it evicts are others than the plain walk's")
 
 
 @needs_compiler

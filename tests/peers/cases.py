@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers.rows import ROWS, Row
-
-__all__ = ["CONTINUATION", "MODELS", "PROMPTS", "Cell", "cells", "cells_of", "streaming_heads", "write_json"]
+from peers.rows import Row
 
 CONTINUATION = 64  # tokens read after the prompt, whose NLLs are compared
 MODELS = ("stories260K", "random-qwen2")
@@ -57,11 +55,6 @@ def cells_of(row: Row, model: str) -> list[Cell]:
     ratios = row.ratios if row.takes_capacity else (0.0,)
     found = [Cell(row, model, p, r, kept_by_kvpress(p.length, r)) for p in PROMPTS[model] for r in ratios]
     return [cell for cell in found if cell.capacity >= row.min_capacity and cell.prompt.length >= row.min_length]
-
-
-def cells(models: tuple[str, ...] = MODELS) -> list[Cell]:
-    """All cells."""
-    return [cell for row in ROWS for model in models for cell in cells_of(row, model)]
 
 
 def streaming_heads(layers: int, heads: int) -> list[list[int]]:

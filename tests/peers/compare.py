@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from peers import masked, page, references
+from peers import masked, page
 from peers.cases import CONTINUATION, MODELS, PROMPTS, Cell, Prompt, cells_of, write_json
 from peers.ours import Prompted, build, engine_nlls, kept
 from peers.rows import ROWS, Row
@@ -38,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
 NLL_TOLERANCE = 1e-3  # nats a token
 TIE = 1e-5  # scores this close, of the larger one, may be ranked either way by two orders of the same float32 sums
-SNAPKVS = ("SnapKV a KV head", "SnapKV of KVCache-Factory", "kvpress/snapkv")
 
 Arrays = dict[str, np.ndarray]
 
@@ -132,11 +131,9 @@ class Peers:
         self.theirs: Arrays = {}  # of kvpress
         self.model: Model = adopt(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
         self.prompted: dict[str, Prompted] = {}
-        self.layers: dict[str, list[references.Layer]] = {}
         for p in PROMPTS[name]:
             ids = torch.tensor(prompts[f"{name}|{p.name}"][None, : p.length])
             self.prompted[p.name] = Prompted(self.model, ids)
-            self.layers[p.name] = self.prompted[p.name].layers()
 
     def found(self, row: Row) -> list[Found]:
         """Every cell of a row."""
@@ -145,16 +142,8 @@ class Peers:
 
     def their_kept(self, cell: Cell) -> tuple[np.ndarray, np.ndarray | None]:
         """Mask and scores. [L, H, N]."""
-        if cell.row.by_kvpress:
-            shape = (len(self.model.layers), self.model.layers[0].heads, cell.prompt.length)
-            return self.theirs.get(f"{cell.key}|kept", np.ones(shape, bool)), self.theirs.get(f"{cell.key}|scores")
-        rule = {k: v for k, v in cell.row.theirs.items() if k != "rule"}
-        layers = getattr(references, cell.row.theirs["rule"])(self.layers[cell.prompt.name], cell.capacity, **rule)
-        mask = np.zeros((len(layers), len(layers[0].positions), cell.prompt.length), bool)
-        for layer, found in enumerate(layers):
-            for head, positions in enumerate(found.positions):
-                mask[layer, head, positions] = True
-        return mask, np.array([found.scores for found in layers])
+        shape = (len(self.model.layers), self.model.layers[0].heads, cell.prompt.length)
+        return self.theirs.get(f"{cell.key}|kept", np.ones(shape, bool)), self.theirs.get(f"{cell.key}|scores")
 
     def _compare(self, cell: Cell, policy: Any) -> Found:
         prompted, length = self.prompted[cell.prompt.name], cell.prompt.length
@@ -171,8 +160,7 @@ class Peers:
         by_them = theirs is not None
         if theirs is None:
             theirs = masked.nlls(self.model, tokens, torch.tensor(mask), turned).numpy()
-        wide = our_mask.repeat_interleave(mask.shape[1] // our_mask.shape[1], 1).numpy()
-        differ, ties = difference(mask, wide, scores, cell.row.pool)
+        differ, ties = difference(mask, our_mask.numpy(), scores, cell.row.pool)
         apart = float(np.abs(ours.numpy() - theirs).max())
         return Found(cell, int(mask.sum()), differ, ties, float(theirs.mean()), float(ours.mean()), apart, by_engine, by_them)
 
@@ -205,19 +193,6 @@ def arrays_of(process: subprocess.Popen[bytes], folder: Path) -> Arrays:
     return dict(np.load(folder / "theirs.npz"))
 
 
-def in_common(peers: list[Peers]) -> dict[str, Any]:
-    """The share of the budget that each two of the three SnapKVs keep in common, over all cells that all three can serve."""
-    rows = [next(r for r in ROWS if r.key == key) for key in SNAPKVS]
-    shares = np.zeros((len(rows), len(rows)))
-    chance = count = 0
-    for peer in peers:
-        for cell in cells_of(rows[-1], peer.name):
-            masks = [peer.their_kept(Cell(row, cell.model, cell.prompt, cell.ratio, cell.capacity))[0] for row in rows]
-            shares += [[(a & b).sum() / a.sum() for b in masks] for a in masks]
-            chance, count = chance + cell.capacity / cell.prompt.length, count + 1
-    return {"rows": list(SNAPKVS), "shares": np.round(shares / count, 4).tolist(), "chance": round(chance / count, 4)}
-
-
 def facts(row: Row, peers: list[Peers]) -> tuple[dict[str, Any], list[str]]:
     """One row of the data, and what is wrong with it."""
     try:
@@ -247,19 +222,13 @@ def compare(python: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
     prompts = {f"{m}|{p.name}": token_ids(m, p, path) for m, path in folders.items() for p in PROMPTS[m]}
     np.savez(folder / "prompts.npz", **prompts)
     (folder / "models.json").write_text(json.dumps({m: str(path) for m, path in folders.items()}))
-    process = start_kvpress(python, folder)
-    try:
-        peers = [Peers(m, folder, path, prompts) for m, path in folders.items()]
-        found = {row.key: facts(row, peers) for row in ROWS if not row.by_kvpress}  # these need not wait
-        theirs = arrays_of(process, folder)
-    finally:
-        process.kill()
+    theirs = arrays_of(start_kvpress(python, folder), folder)
+    peers = [Peers(m, folder, path, prompts) for m, path in folders.items()]
     for peer in peers:
         peer.theirs.update(theirs)
-    found |= {row.key: facts(row, peers) for row in ROWS if row.by_kvpress}
-    ordered = [found[row.key] for row in ROWS]
-    data = {"rows": [row for row, _ in ordered], "snapkvs": in_common(peers), "continuation": CONTINUATION}
-    return data, [problem for _, problems in ordered for problem in problems]
+    found = [facts(row, peers) for row in ROWS]
+    data = {"rows": [row for row, _ in found], "continuation": CONTINUATION}
+    return data, [problem for _, problems in found for problem in problems]
 
 
 def main() -> int:

@@ -170,7 +170,7 @@ def main(folder: Path) -> None:
     with torch.inference_mode():
         for name, path in models.items():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-            for cell in (cell for row in ROWS if row.by_kvpress for cell in cells_of(row, name)):
+            for cell in (cell for row in ROWS for cell in cells_of(row, name)):
                 result = run(cell, model, prompts[f"{name}|{cell.prompt.name}"])
                 arrays |= {f"{cell.key}|{kind}": value for kind, value in result.items()}
     np.savez_compressed(folder / "theirs.npz", **arrays)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from peers.cases import streaming_heads
-from peers.references import Layer
 from peers.rows import TABLE, Spec
-from prompt_views import dense_pass, prompt_views, rotation_of
+from prompt_views import prompt_views
 from torch import Tensor
 
 from kvbench.harness.core import plugins
@@ -67,14 +66,6 @@ class Prompted:
         if key not in self._views:
             self._views[key] = prompt_views(self.model, self.tokens, policy)
         return self._views[key]
-
-    def layers(self) -> list[Layer]:
-        """The attention that references read."""
-        found = []
-        for layer, seen in sorted(dense_pass(self.model, self.tokens).items()):
-            keys = rotation_of(self.model, layer)(seen.keys, torch.arange(seen.keys.shape[2]).expand(seen.keys.shape[:-1]))
-            found.append(Layer(seen.weights[0].tolist(), seen.logits[0].tolist(), keys[0].tolist()))
-        return found
 
 
 def kept(prompted: Prompted, policy: Policy, capacity: int) -> Tensor:

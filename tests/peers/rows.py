@@ -11,13 +11,6 @@ from typing import Any
 
 KVPRESS = "NVIDIA/kvpress"
 KVPRESS_AT = "0.5.5 (package)"
-SNAPKV = ("FasterDecoding/SnapKV", "e216ddc")
-KVCF = ("Zefan-Cai/KVCache-Factory", "c97f9d7")
-ADAKV = ("FFY0/AdaKV", "efe4e2e")
-H2O = ("FMInference/H2O", "ac75c2a")
-TOVA = ("schwartz-lab-NLP/TOVA", "9c7d09b")
-RKV = ("Zefan-Cai/R-KV", "d15c976")
-D2O = ("AIoT-MLSys-Lab/D2O", "12c99d8")
 
 Spec = dict[str, Any]
 
@@ -28,7 +21,7 @@ class Row:
 
     Attributes:
         key: its name in the data.
-        theirs: {"press": class, ...} for kvpress' own code, {"rule": function, ...} for a reference of `references.py`.
+        theirs: {"press": class, ...} of kvpress.
         ours: as a suite names a policy.
         source: repository, and commit or release.
         means: what the name means there, in one line.
@@ -56,11 +49,6 @@ class Row:
     ratios: tuple[float, ...] = (0.5, 0.75)  # shares of the prompt that kvpress evicts; with these lengths they give integers
     capacity: str = "ratio"  # where ours comes from: the ratio, or "theirs": the tokens that theirs keeps, on average
     eager: bool = field(default=False)  # kvpress' press needs the weights of eager attention
-
-    @property
-    def by_kvpress(self) -> bool:
-        """Whether kvpress' own code is run."""
-        return "press" in self.theirs
 
 
 def press(key: str, theirs: Spec, ours: Spec, means: str, **more: Any) -> Row:
@@ -238,93 +226,5 @@ ROWS: tuple[Row, ...] = (
         "by a table, a head keeps everything or four sinks and the newest 32; ours is given the tokens of that",
         takes_capacity=False,
         capacity="theirs",
-    ),
-    Row(
-        "SnapKV",
-        {"rule": "snapkv_per_query_head", "window": 32, "kernel": 7, "pool": "max"},
-        {"name": "snapkv", "window": 32, "kernel": 7, "variant": "official"},
-        SNAPKV,
-        "window 32, maximum pooling over 7, a selection for every query head: G times the memory",
-        may_differ=1,
-        why="ours keeps one set of tokens per KV head",
-        min_capacity=33,
-    ),
-    Row(
-        "SnapKV a KV head",
-        {"rule": "snapkv", "window": 32, "kernel": 7, "pool": "max"},
-        {"name": "snapkv", "window": 32, "kernel": 7, "variant": "official"},
-        KVCF,
-        "window 32, maximum pooling over 7; one selection a KV head, weights averaged over the query group before pooling",
-        min_capacity=33,
-    ),
-    Row(
-        "SnapKV of KVCache-Factory",
-        {"rule": "snapkv", "window": 8, "kernel": 7, "pool": "max"},
-        {"name": "snapkv", "window": 8, "kernel": 7, "variant": "official"},
-        KVCF,
-        "window 8, maximum pooling over 7",
-        min_capacity=9,
-    ),
-    Row(
-        "PyramidKV",
-        {"rule": "pyramidkv", "window": 8, "kernel": 7, "beta": 20},
-        {"name": "pyramidkv", "variant": "official", "score": {"name": "snapkv", "window": 8, "kernel": 7}},
-        KVCF,
-        "SnapKV's scores; budgets fall linearly over the layers beside a window of 8, the step cut to an integer",
-        min_capacity=9,
-        may_differ=0.04,
-        why="their truncated step keeps more tokens than the capacity; ours does not",
-    ),
-    Row(
-        "AdaKV",
-        {"rule": "adakv", "window": 32, "kernel": 7, "floor": 0.2},
-        {"name": "adakv", "alpha": 0.2, "score": {"name": "snapkv", "window": 32, "kernel": 7}},
-        ADAKV,
-        "the layer's largest scores say each head's share; four fifths of it, and a fifth of the mean",
-        min_capacity=33,
-        pool="layer",
-        may_differ=0.02,
-        why="they round the budget of each head alone; ours rounds so that a layer's total equals the capacity",
-    ),
-    Row(
-        "H2O",
-        {"rule": "h2o"},
-        {"name": "h2o"},
-        H2O,
-        "sums of weights over all queries; half the budget for them, half for the newest (real drop, at the prompt's end)",
-        min_capacity=2,
-    ),
-    Row(
-        "H2O of KVCache-Factory",
-        {"rule": "h2o", "window": 8},
-        {"name": "h2o", "window": 8},
-        KVCF,
-        "the same, a window of 8",
-        min_capacity=9,
-    ),
-    Row(
-        "TOVA",
-        {"rule": "tova"},
-        {"name": "tova"},
-        TOVA,
-        "the last query's weights, averaged over all heads of the layer; any token may go",
-    ),
-    Row(
-        "R-KV",
-        {"rule": "rkv", "window": 8, "kernel": 7, "mix": 0.07},
-        {"name": "rkv", "window": 8, "kernel": 7, "variant": "official"},
-        RKV,
-        "0.07 of pooled weights of the last 8 queries less 0.93 of the softmax of how alike rotated keys are",
-        min_capacity=9,
-    ),
-    Row(
-        "D2O's scores",
-        {"rule": "d2o_scores", "sinks": 4},
-        {"name": "h2o"},
-        D2O,
-        "H2O's sums with four sinks, a selection for every query head; merging and layer shares left out",
-        may_differ=1,
-        why="H2O has no sinks, and ours keeps one set of tokens per KV head",
-        min_capacity=10,
     ),
 )
