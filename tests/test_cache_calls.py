@@ -6,42 +6,21 @@ import copy
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import repeat
 
 import pytest
 import torch
 from every_policy import instances
-from transformers import AutoTokenizer, DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from test_generate import plain, refused, tokens_of
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 
 import kvbench
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.selfcheck import check
-from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
-
-
-@cache
-def plain(family: str = "llama"):
-    model = tiny_model(family, vocab_size=96, eos_token_id=None)
-    if family == "gemma2":
-        model.set_attn_implementation("eager")  # transformers' sdpa leaves out its softcap
-    return model
-
-
-def tokens_of(length: int, streams: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 96, (streams, length), generator=torch.Generator().manual_seed(seed))
-
-
-def refused(text: str, *calls):
-    for call in calls:
-        with pytest.raises(kvbench.UserError, match=text) as error:
-            call()
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -152,10 +131,7 @@ def test_padded_texts_go_on_with_or_without_padding_in_their_positions():
         assert kept.report()["seen"] == 23
 
 
-TOKENIZER = AutoTokenizer.from_pretrained(model_directory("builtin:recall", None, False))
 ALIKE = {
-    "stop strings": {"stop_strings": ["e"], "tokenizer": TOKENIZER},
-    "tokenizer": {"tokenizer": TOKENIZER},
     "logits processor": {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.7)])},
     "stopping criteria": {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(23)])},
     "sampled": {"do_sample": True, "num_return_sequences": 3, "top_p": 0.9, "min_p": 0.01},
@@ -209,17 +185,13 @@ class Wrapper(torch.nn.Module):
 
 def compiled(part: str):
     model = copy.deepcopy(plain())
-    if part == "in place":
-        model.compile(backend="eager")
-    elif part == "forward":
+    if part == "forward":
         model.forward = torch.compile(model.forward, backend="eager")
-    elif part == "inside":
-        model.model = torch.compile(model.model, backend="eager")
     return torch.compile(model, backend="eager") if part == "around" else model
 
 
 WRAPPED = {"wrapper": lambda: Wrapper(plain()).eval()}
-WRAPPED |= {part: lambda part=part: compiled(part) for part in ("around", "in place", "forward", "inside")}
+WRAPPED |= {part: lambda part=part: compiled(part) for part in ("around", "forward")}
 
 
 @pytest.mark.parametrize("evict", ["step", "prompt", {"every": 4}, {"pages": 4}], ids=str)
@@ -234,17 +206,6 @@ def test_every_policy_opens_however_it_evicts(evict, tmp_path):
             assert policy.outcome or (isinstance(evict, dict) and "pages" in evict), name
         else:
             assert kept.report()["policy"] == name
-
-
-def test_a_policy_that_reads_output_projections_gets_them_through_a_cache():
-    for name, options in (
-        ("criticalkv", {}),
-        ("adakv", {"score": "criticalkv"}),
-        ("adakv", {"score": "criticalkv", "evict": "prompt"}),
-    ):
-        kept = kvbench.Cache(plain(), name, 24, **options)
-        plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
-        assert kept.report()["kept"] == 24 + 5 * (options.get("evict") == "prompt")
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -274,29 +235,14 @@ def test_a_cache_is_copied_in_memory_and_not_saved():
     refused(r"cache.fork\(\)", lambda: pickle.dumps(kept), lambda: torch.save(kept, io.BytesIO()))
 
 
-@pytest.mark.parametrize(
-    ("score", "says"),
-    [
-        ("dense", "dense never evicts, so no policy can hold it"),
-        (5, "expected a policy's name or a mapping with its name, not 5"),
-        ({"window": 5}, "the policy's 'name' is missing"),
-        (["h2o", "knorm"], "score: 2 policies; give one"),
-    ],
-    ids=str,
-)
-def test_a_policy_that_none_can_hold_is_refused(score, says):
-    refused(f"^kvbench.Cache: {says}$", lambda: kvbench.Cache(plain(), "adakv", 16, score=score))
-    assert kvbench.Cache(plain(), "adakv", 16, score=H2O(window=4)).report()["parameters"]["score"]["window"] == 4
-
-
-@pytest.mark.parametrize("value", [16.5, "16", True, 0, -3, 10**21, [16], float("nan")], ids=str)
+@pytest.mark.parametrize("value", [16.5, "16", True, -3, 10**21], ids=str)
 def test_numbers_that_are_none_are_refused_in_one_line(value):
     model = plain()
     refused("capacity: expected a whole number", lambda: kvbench.Cache(model, "h2o", value))
     refused("limit: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, positions="clamped", limit=value))
     refused("rope_length: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, rope_length=value))
     refused("every is a number|its slots take", lambda: kvbench.Cache(model, "h2o", 16, evict={"every": value}))
-    if value not in (0, -3):
+    if value != -3:
         refused("seed: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, seed=value))
         refused("sinks", lambda: kvbench.Cache(model, "sink_window", 16, sinks=value))
         refused("sinks", lambda: kvbench.Cache(model, SinkWindow(sinks=value), 16))
