@@ -33,12 +33,11 @@ leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/records --out leaderboard/README.md --site $(SITE)
 
 test: .venv/ready  ## all tests but those of lab/, and that what microbench times still runs
-	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not alone' --durations=25 --benchmark-disable --ignore tests/lab \
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=25 --benchmark-disable --ignore tests/lab \
 		tests tests/benchmarks/bench_inner.py
-	$(BIN)/python -m pytest -m alone $$(grep -l mark.alone tests/test_*.py)
 
 test-fast: .venv/ready  ## in a minute: what is marked fast and not slow
-	$(BIN)/python -m pytest -n auto -m 'fast and not slow and not alone' --ignore tests/lab
+	$(BIN)/python -m pytest -n auto -m 'fast and not slow' --ignore tests/lab
 
 test-lab: .venv/ready  ## the tests of lab/: trainings and studies
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations=25 tests/lab

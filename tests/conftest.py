@@ -65,15 +65,6 @@ def pytest_collection_finish() -> None:
     gc.freeze = gc.unfreeze = lambda: None
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out what is marked slow")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.option.fast and not config.option.markexpr:
-        config.option.markexpr = "not slow and not alone and not browser"
-
-
 @cache
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> Model:
     """A tiny random model, adopted."""

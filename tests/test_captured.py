@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from conftest import DEVICE, model_of, tokens_of
@@ -146,109 +148,28 @@ def test_after_a_failed_capture_the_process_captures_no_more():
     assert late.graphs.refused == "an earlier capture failed: out of memory"
 
 
-class FakeCuda:
-    """Stands in for `torch.cuda`: a current stream, the mode of waits, and graphs that record and may fail."""
-
-    def __init__(self, fails_at: str = "") -> None:
-        self.current, self.mode, self.fails_at, self.calls = "the caller's stream", 0, fails_at, []
-        cuda = self
-
-        class Stream:
-            def __init__(self, device=None):
-                self.device = device
-
-            def wait_stream(self, other):
-                cuda.calls.append(("wait", other))
-
-        class CUDAGraph:
-            def capture_begin(self, pool=None):
-                cuda.calls.append(("begin", pool))
-
-            def capture_end(self):
-                if cuda.fails_at == "end" and cuda.calls.count(("begin", "pool")) > 1:
-                    raise RuntimeError("operation failed due to a previous error during capture")
-
-            def replay(self):
-                cuda.calls.append("replay")
-
-        class Entered:
-            def __init__(self, stream):
-                self.stream, self.before = stream, None
-
-            def __enter__(self):
-                self.before, cuda.current = cuda.current, self.stream
-
-            def __exit__(self, *error):
-                cuda.current = self.before
-
-        self.Stream, self.CUDAGraph, self.stream = Stream, CUDAGraph, Entered
-
-    def current_stream(self, device=None):
-        return self.Stream() if isinstance(self.current, str) else self.current
-
-    def set_stream(self, stream):
-        self.current = stream
-
-    def graph_pool_handle(self):
-        return "pool"
-
-    def synchronize(self, device=None):
-        pass
-
-    def empty_cache(self):
-        pass
-
-    def is_current_stream_capturing(self):
-        return False
-
-    def get_sync_debug_mode(self):
-        return self.mode
-
-    def set_sync_debug_mode(self, mode):
-        self.mode = mode
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    def install(fails_at: str = "") -> FakeCuda:
-        cuda = FakeCuda(fails_at)
-        captured._stream.cache_clear()
-        captured._pool.cache_clear()
-        for name in (
-            "Stream",
-            "CUDAGraph",
-            "stream",
-            "current_stream",
-            "graph_pool_handle",
-            "synchronize",
-            "empty_cache",
-            "get_sync_debug_mode",
-            "set_sync_debug_mode",
-            "set_stream",
-            "is_current_stream_capturing",
-        ):
-            monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-        return cuda
-
-    yield install
-    captured._stream.cache_clear()
-    captured._pool.cache_clear()
-
-
 @on_cpu
 @pytest.mark.parametrize("fails_at", ["end", "step"])
-def test_the_stream_is_restored_after_a_failed_capture(fake_cuda, fails_at):
-    cuda = fake_cuda(fails_at)
+def test_the_stream_is_restored_after_a_failed_capture(monkeypatch, fails_at):
+    """A capture has a stream of its own, which is left, and the error is that of the capture."""
+    cuda = MagicMock()
+    cuda.stream.return_value.__exit__.return_value = False
+    cuda.CUDAGraph.return_value.capture_end.side_effect = [None, RuntimeError("previous error")]  # of the pool's graph, of ours
+    monkeypatch.setattr(torch, "cuda", cuda)
+    for cached in (captured._stream, captured._pool):
+        monkeypatch.setattr(captured, cached.__name__, cached.__wrapped__)
 
     def step(tokens):
-        assert not isinstance(cuda.current, str), "a capture has a stream of its own"
+        entered, left = cuda.stream.return_value.__enter__.call_count, cuda.stream.return_value.__exit__.call_count
+        assert entered == left + 1
         if fails_at == "step":
             raise RuntimeError("a layer waits")
         return tokens
 
     with pytest.raises(RuntimeError, match="a layer waits" if fails_at == "step" else "previous error"):
         CudaGraph(step, torch.zeros(1, 1))
-    assert cuda.current == "the caller's stream"
+    assert cuda.stream.return_value.__exit__.call_count == 2
+    cuda.set_stream.assert_not_called()
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: captured steps")

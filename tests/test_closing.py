@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from factories import cell_record, edit, record
 
 from kvbench.harness.report.closing import closing
 from kvbench.harness.report.feed import feed
-
-NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e-\d+)?")
 
 
 def measured(policy: str, nll: float, capacity: int | None = 8, parameters: dict | None = None, tokens: int = 32768, **changes):
@@ -36,12 +32,6 @@ def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
     cell = record(policy, capacity).cell.as_json() | {"task": {"name": "streameval", "distance": 1}}
     streams = {"streams": len(outcomes)}  # a question each
     return record(policy, capacity, **({"cell": cell, "metrics": metrics, "data": record().data.as_json() | streams} | changes))
-
-
-def sentences(*records) -> list[str]:
-    """Without numbers, which `test_compare.py` and `test_intervals.py` hold, and without what they are about."""
-    (table,) = closing(records).tables
-    return [NUMBER.sub("N", note).replace("At N tokens: ", "") for note in table.notes if note.startswith("At ")]
 
 
 def test_one_row_a_policy_with_all_its_tasks():
@@ -97,13 +87,6 @@ def test_questions_have_tables_of_their_own():
     ]
 
 
-def test_the_winner_and_its_price():
-    assert sentences(measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.1)) == [
-        "hNo is the best of N policies (N % confidence). "
-        "It has a perplexity N % [N, N] above that of dense and holds N/N of dense's bytes."
-    ]
-
-
 @pytest.mark.parametrize("text", [True, False])
 def test_its_sentences_are_those_of_the_feed(text):
     outcomes, nlls = {"h2o": "10" * 100, "window": "0" * 200}, {"h2o": 2.0, "window": 2.1}
@@ -111,41 +94,6 @@ def test_its_sentences_are_those_of_the_feed(text):
     (table,), (question,) = closing(made).tables, feed(made)["questions"]
     stated = [note.split(": ")[1] for note in table.notes if note.startswith("At ")]
     assert stated == [budget["finding"] for budget in question["budgets"]]
-
-
-def test_equal_policies_are_not_told_apart():
-    """Also where one has the lower figure."""
-    sinks = [measured("sink_window", 2.0, 8, {"sinks": n, "window": 8 - n}) for n in (1, 2)]
-    assert sentences(*sinks, measured("random", 3.0)) == [
-        "sink_window (sinks N) has the lowest perplexity of N policies; its lead over sink_window (sinks N) is within the noise. "
-        "It has a perplexity N % [N, N] below that of random."
-    ]
-
-
-def test_a_difference_to_dense_that_may_be_none_is_no_loss():
-    (line,) = sentences(measured("dense", 2.0, None), measured("window", 2.0))
-    assert "It is within the noise of dense (N % of perplexity [−N, N])" in line
-
-
-def test_without_intervals_nothing_is_claimed():
-    short = [
-        measured("dense", 1.9, None, tokens=1024),
-        *(measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))),
-    ]
-    assert sentences(*short)[:1] == [
-        "hNo has the lowest perplexity, but the text is too short to rank policies. It differs from dense by "
-        "N % of perplexity (no interval) and holds N/N of dense's bytes."
-    ]
-    assert sentences(*short[:2])[0].startswith("hNo is the only policy measured. It differs from dense by")
-
-
-def test_right_answers_decide_where_there_is_no_perplexity():
-    half = "10" * 100
-    assert sentences(answered("dense", "1" * 200, None), answered("h2o", half), answered("window", "0" * 200)) == [
-        "hNo is the best of N policies (N % confidence). It answers N % [N, N] right, "
-        "is N points [N, N] behind dense and holds N/N of dense's bytes."
-    ]
-    assert "is within the noise" in sentences(answered("h2o", half), answered("window", half[::-1]))[0]
 
 
 def test_names_of_others_move_no_cursor():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import injected
@@ -27,11 +26,10 @@ model: {id: "builtin:sink_1"}
 task:
   - {name: perplexity, data: prose, tokens: 1024, stride: 32}
   - {name: streameval, lines: 30, query_every: 5, distance: 2}
-  - {name: latency, tokens: 128, prompt: 32, rounds: 8, sittings: 2, most_sittings: 2, steps: 8, precision: 0.1}
 capacity: 24
 policies: [dense, window, h2o]
 """
-QUALITY, LATENCY = {"perplexity", "streameval"}, {"latency"}
+QUALITY = {"perplexity", "streameval"}
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +48,6 @@ def measured(suite, folder, tasks, policies=("dense", "window", "h2o")):
 def before(suite, tmp_path_factory):
     folder = tmp_path_factory.mktemp("before")
     return measured(suite, folder, QUALITY), folder
-
-
-@pytest.fixture(scope="module")
-def latency_before(suite, tmp_path_factory):
-    """Three unchanged runs of latency."""
-    folder = tmp_path_factory.mktemp("latency")
-    return [measured(suite, folder / f"{n}", LATENCY) for n in range(3)]
 
 
 def judged(before, records, folder):
@@ -79,7 +70,7 @@ def test_nothing_changed_is_green(before, suite, tmp_path):
     assert gate.exit_code(findings) == 0
 
 
-NEEDS_MORE = ("peak", "all answers wrong")  # memory cells; a model that is sometimes right
+NEEDS_MORE = ("peak", "right answers", "all answers wrong")  # memory cells; a model that is sometimes right
 
 
 @pytest.mark.slow("measures suites")
@@ -87,8 +78,6 @@ NEEDS_MORE = ("peak", "all answers wrong")  # memory cells; a model that is some
 def test_a_record_that_was_changed_is_red(name, before, tmp_path):
     """This holds for every figure on a page, and for traces."""
     tampering, folder = TAMPERED[name], copied(before[1], tmp_path / "copy")
-    if "right answers" in name:
-        give_right_answers(folder)
     tampering.change(folder)
     findings = judged(before, RecordStore(folder).read_all()[0], folder)
     assert tampering.caught in {f.check for f in findings if f.state in gate.CODES}
@@ -102,21 +91,22 @@ def test_a_trace_that_is_the_baselines_own_may_be_missing(before, tmp_path):
     assert gate.exit_code(judged(before, RecordStore(folder).read_all()[0], folder)) == 0
 
 
-def give_right_answers(folder):
-    """The small model is rarely right, so right answers are put in first."""
-    for path in folder.rglob("*.json"):
-        value = json.loads(path.read_text())
-        if "outcomes" in value["metrics"]:
-            value["metrics"]["outcomes"] = "1" * len(value["metrics"]["outcomes"])
-            path.write_text(json.dumps(value))
-
-
 @pytest.mark.slow("measures suites")
-@pytest.mark.parametrize(("nats", "check"), [(0.0009, "figures"), (0.005, "quality")])
-def test_a_little_more_on_every_token_is_red(nats, check, before, suite, tmp_path):
-    with injected.worse(nats):
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        (lambda: injected.worse(0.0009), "figures"),
+        (lambda: injected.worse(0.005), "quality"),
+        (injected.wrong_rank, "exactness"),
+        (injected.other_capacity, "bytes"),
+    ],
+    ids=["every token a little worse", "every token worse", "a neighbour's rank", "a slot too many"],
+)
+def test_broken_code_is_red(broken, check, before, suite, tmp_path):
+    with broken():
         records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
-    assert states(before, records, tmp_path, check) == ({"regression"}, 1)
+    found, code = states(before, records, tmp_path, check)
+    assert ("regression" in found, code) == (True, 1)
 
 
 @pytest.mark.slow("measures suites")
@@ -201,6 +191,7 @@ def memory(**metrics):
         ({"growth_bytes": 2_000_000}, "memory", "regression"),
         ({"allocated_bytes": 400_000}, "memory", "regression"),
         ({"allocated_bytes": 200_000}, "memory", "better"),
+        ({"peak_bytes": 270_000, "kv_held_bytes": 280_000}, "trace", "regression"),  # less than K and V at the end
         ({"peak_bytes": 700_000}, "memory", "ok"),
         ({"growth_bytes": 0}, "memory", "ok"),
         ({"how": "psutil"}, "memory", "not compared"),
@@ -210,18 +201,6 @@ def test_memory_is_held(metrics, check, state):
     """Pages and allocators vary by some hundred KiB. A leak is larger."""
     findings = gate.check(([memory()], Path()), ([memory(**metrics)], Path()), {})
     assert [f.state for f in findings if f.check == check] == [state]
-
-
-def test_a_fifth_of_the_peak_is_too_good():
-    """A measurement that misses most of it looks like that, and nothing else does: pages vary by less than half a MiB."""
-    base, fifth = memory(peak_bytes=2_500_000), memory(peak_bytes=500_000)
-    assert [f.state for f in gate.check(([base], Path()), ([fifth], Path()), {}) if f.check == "memory"] == ["better"]
-    held = memory(peak_bytes=270_000, kv_held_bytes=280_000)
-    (found,) = [f for f in gate.check(([memory()], Path()), ([held], Path()), {}) if f.check == "trace"]
-    assert (found.state, found.says) == (
-        "regression",
-        "the new record: peak_bytes is 270,000, but 280,000 bytes of K and V were held at the end",
-    )
 
 
 @pytest.mark.parametrize(
@@ -249,18 +228,12 @@ def test_evaluation_is_held_coarsely_and_beside_the_machine(seconds, calibration
 @pytest.mark.parametrize(
     ("before", "after", "state"),
     [
-        (0.3, 1.23, "ok"),  # 4.1 times as long, beside other work
-        (0.3, 2.1, "ok"),
+        (0.3, 2.1, "ok"),  # 7 times as long, beside other work
         (0.3, 2.3, "regression"),
-        (0.9, 4.5, "ok"),
-        (0.9, 4.7, "regression"),
         (20.0, 80.0, "ok"),
         (20.0, 82.0, "regression"),
-        (1.23, 0.3, "ok"),
         (2.1, 0.3, "ok"),
         (2.3, 0.3, "better"),
-        (80.0, 20.0, "ok"),
-        (82.0, 20.0, "better"),
     ],
 )
 @pytest.mark.parametrize("machine", [1.0, 3.0])
@@ -272,13 +245,6 @@ def test_an_evaluation_may_be_interrupted_for_a_second(before, after, state, mac
     edit(now, facts={"tokens_per_second": 1000 / after, "measured_seconds": after, "calibration_ms": 1.0})
     (speed,) = (f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "speed")
     assert speed.state == state
-
-
-def test_times_and_bytes_of_another_kind_are_no_crash():
-    for base, name in ((memory(), "peak_bytes"), (latency_run(1.5)[0], "rounds_ms"), (latency_run(1.5)[0], "forward_ms")):
-        for wrong in (None, "x", [], [None], {}, ["x"] * 6):
-            now = changed(base, metrics={name: wrong})
-            assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), learn_bands([[base]]))) != Exit.OK, (name, wrong)
 
 
 def test_everything_slower_is_red_by_the_forward_pass():
@@ -305,24 +271,6 @@ def test_faster_than_before_is_red_until_it_is_allowed_or_the_baseline_is_update
     assert gate.verdict(findings).endswith("; 1 better")
     again = gate.remeasure(findings, base, learn_bands([base] * 4), lambda _: latency_run(1.5))
     assert gate.exit_code(again) == Exit.OK, "two of three decide, in this direction too"
-
-
-@pytest.mark.slow("measures suites")
-def test_a_wrong_rank_is_red(before, suite, tmp_path):
-    with injected.wrong_rank():
-        records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
-    found, code = states(before, records, tmp_path, "exactness")
-    assert "regression" in found
-    assert code == 1
-
-
-@pytest.mark.slow("measures suites")
-def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path):
-    with injected.other_capacity():
-        records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
-    found, code = states(before, records, tmp_path, "bytes")
-    assert "regression" in found
-    assert code == 1
 
 
 @pytest.mark.slow("measures suites")
@@ -391,34 +339,6 @@ def test_what_looks_slower_is_measured_again_and_two_of_three_decide():
         assert gate.exit_code(found) == expected
         assert len(found) == len(first)
         assert next(measured_again, None) is None, "no more often than needed"
-
-
-def latency_states(runs, run):
-    findings = gate.check((runs[0], Path()), (run, Path()), learn_bands(runs))
-    return {f.cell.split(", ")[2].split()[0]: f.state for f in findings if f.check == "latency"}
-
-
-@pytest.mark.alone
-def test_a_slowdown_of_30_percent_in_one_policy_is_red(latency_before, suite, tmp_path):
-    """Where the machine is disturbed, bands are wide and hide it: then all is measured again, twice at most."""
-    states = []
-    for attempt in range(3):
-        runs = latency_before if not attempt else [measured(suite, tmp_path / f"{attempt}-{i}", LATENCY) for i in range(3)]
-        with injected.slowdown():
-            run = measured(suite, tmp_path / f"{attempt}", LATENCY)
-        states.append(latency_states(runs, run)["h2o"])
-        if states[-1] == "regression":
-            break
-    assert states[-1] == "regression", states
-
-
-@pytest.mark.alone
-def test_what_was_measured_three_times_lies_in_its_band(latency_before):
-    learnt = learn_bands(latency_before)
-    assert len(learnt) == 3, "of dense, too: its yardstick is the calibration step"
-    assert all(b.low < b.ratio < b.high and b.runs == 3 for b in learnt.values())
-    for run in latency_before:
-        assert set(latency_states(latency_before, run).values()) == {"ok"}
 
 
 @pytest.mark.parametrize("what", [{"threads": 7}, {"device": "another"}, {"instructions": "AVX2"}, {"tf32": True}])

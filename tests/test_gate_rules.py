@@ -23,16 +23,16 @@ suite: rules
 version: 1
 model: {id: "builtin:sink_1"}
 task:
-  - {name: perplexity, data: prose, tokens: 512, stride: 16}
+  - {name: perplexity, data: prose, tokens: 512, stride: 16, policies: [h2o, recompute_window]}
   - {name: perplexity, data: prose, tokens: 512, streams: 2}
   - {name: streameval, lines: 20, query_every: 5, distance: 2}
   - {name: turns, data: keys, streams: 1, turns: 4, facts: 4, told: 2, corrections: 1, filler: 1}
   - {name: latency, tokens: 48, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 2, precision: 0.9}
   - {name: lm_eval, tasks: kvbench_cloze_said, limit: 2, temperature: 1.0, samples: 2, policies: [dense]}
   - {name: memory, tokens: 64, points: 4, policies: [h2o]}  # each takes a process
-  - {name: attention, data: prose, samples: 20, tokens: 64, policies: [dense, h2o]}
+  - {name: attention, data: prose, samples: 20, tokens: 64}
 capacity: 24
-policies: [dense, h2o, recompute_window]
+policies: [dense, h2o]
 """
 TRACES = """
 suite: traces
