@@ -29,6 +29,7 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
         results: the folder of the records.
         to_stdout: whether a person reads stdout.
     """
+    from kvbench.harness.cli.output import RESULTS, RESULTS_VARIABLE
     from kvbench.harness.report.closing import closing
 
     stream = sys.stdout if to_stdout else sys.stderr
@@ -37,17 +38,10 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
     lines = [line for table in summary.tables for line in _table(table, width)]
     if summary.troubles:
         lines += ["", *(line for trouble in summary.troubles for line in textwrap.wrap(trouble, width, subsequent_indent="  "))]
-    option = "" if results == default_results() else f" --results {shlex.quote(results)}"
+    option = "" if results == (os.environ.get(RESULTS_VARIABLE) or RESULTS) else f" --results {shlex.quote(results)}"
     folder, *pages = (link(Path(results) / name, stream.isatty()) for name in ("", "index.html", "README.md"))
     lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}, written by: bench leaderboard{option}"]
     click.echo("\n".join(lines), err=not to_stdout)
-
-
-def default_results() -> str:
-    """The folder of records if --results is not given."""
-    from kvbench.harness.cli.output import RESULTS, RESULTS_VARIABLE
-
-    return os.environ.get(RESULTS_VARIABLE) or RESULTS
 
 
 def line_width() -> int:

@@ -66,7 +66,7 @@ def closing(records: Sequence[Record]) -> Closing:
         _table(group, subject if several else "", mode, machine)
         for (machine, mode, group), subject in zip(groups, subjects, strict=True)
     ]
-    for machine, together in _with_costs(records):
+    for machine, together in ((machine, group) for machine, group in _of_one_model(records) if _has_overview(group)):
         tables += [_overview(group, mode, machine) for mode, group in _by_positions(together)]
     return Closing(tables, [*_failures(records), *_flags(records)])
 
@@ -106,11 +106,6 @@ def _of_one_model(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]
         models.setdefault(repr(record.cell.as_json()["model"]), []).append(record)
     for same_model in models.values():
         yield from by_machine(same_model)
-
-
-def _with_costs(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
-    """(machine, records) of each model and machine whose quality and costs would otherwise be in several tables."""
-    return ((machine, group) for machine, group in _of_one_model(records) if _has_overview(group))
 
 
 def _has_overview(records: Sequence[Record]) -> bool:
@@ -205,7 +200,9 @@ def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tup
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
     subject, positions, machine = context
-    parts = [_heading(policies[0].records[0], capacities), subject, positions and f"positions {positions}"]
+    first = policies[0].records[0]
+    sized = f"{next(iter(capacities)):,} tokens cached" if len(capacities) == 1 else ""
+    parts = [f"{first.cell.suite}, {model_name(first)}", sized, subject, positions and f"positions {positions}"]
     heading = visible(", ".join(part for part in [*parts, machine and f"on {machine}"] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), notes)
 
@@ -252,12 +249,6 @@ def _capacity(row: Row) -> str:
     if row.cell.capacity is not None:
         return f"{row.cell.capacity:,}"
     return "all" if row.records[0].facts.code is None else "its own"
-
-
-def _heading(record: Record, capacities: set[int]) -> str:
-    """Suite, model and capacity."""
-    parts = [f"{record.cell.suite}, {model_name(record)}"]
-    return ", ".join([*parts, *([f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else [])])
 
 
 def _perplexity(row: Row, nll: float | None) -> str:

@@ -131,7 +131,11 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     lines = [
         [
             _rank(row),
-            md(_name(row)),
+            md(
+                f"{row['name']} at {row['capacity']:,}"
+                if row["kind"] == "reference" and row["capacity"] is not None
+                else row["name"]
+            ),
             "" if row["loss"] is None else loss_text(row["loss"]),
             _perplexity(row, budget),
             *(_right(row, task) for task in tasks),
@@ -142,11 +146,6 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         for row in rows
     ]
     return table(head, lines, "rl" + "r" * (len(head) - 2))
-
-
-def _name(row: dict[str, Any]) -> str:
-    elsewhere = row["kind"] == "reference" and row["capacity"] is not None
-    return f"{row['name']} at {row['capacity']:,}" if elsewhere else row["name"]
 
 
 def _rank(row: dict[str, Any]) -> str:

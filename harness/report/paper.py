@@ -100,6 +100,14 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
         lines.append(
             [f"*{ratio['label']}*", *(_cell(p, v, None, same_model) for p, v in zip(published_ratios, our_ratios, strict=True))]
         )
+    wanted = [
+        record
+        for row, line in zip(rows, matches, strict=True)
+        for figure, record in zip(row["paper"], line, strict=True)
+        if figure is not None
+    ]
+    missing = sum(record is None for record in wanted)
+    commands = "; ".join(f"`bench run {suite}`" for suite in _suites(published))
     devices = sorted({r.facts.device for line in matches for r in line if r is not None})
     head = ["", *(column["label"] for column in columns)]
     about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
@@ -108,7 +116,7 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
         about,
         *table(head, lines, "l" + "r" * len(columns)),
         f"What differs: {published['differs']}\n",
-        *_missing(published, matches),
+        *([f"Not measured: {missing} of {len(wanted)} cells. {commands}\n"] if missing else []),
         *([f"Ours: {md('; '.join(devices))}.\n"] if devices else []),
         *(_training_curves() if published.get("chart") == "training" else []),
         *_others(published, columns, [record for record, _ in records]),
@@ -158,19 +166,6 @@ def _value(record: Record | None, published: dict[str, Any]) -> float | None:
 
 def _ratio(a: Any, b: Any) -> float | None:
     return a / b if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b else None
-
-
-def _missing(published: dict[str, Any], matches: Sequence[Sequence[Record | None]]) -> list[str]:
-    """How many published figures have no record beside them, and what measures them."""
-    records = [
-        r
-        for row, line in zip(published["rows"], matches, strict=True)
-        for p, r in zip(row["paper"], line, strict=True)
-        if p is not None
-    ]
-    missing = sum(record is None for record in records)
-    commands = "; ".join(f"`bench run {suite}`" for suite in _suites(published))
-    return [f"Not measured: {missing} of {len(records)} cells. {commands}\n"] if missing else []
 
 
 def _cell(

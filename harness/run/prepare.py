@@ -106,7 +106,7 @@ def prepare(
             "weights_sha256": weights,
             **_quantisation(directory),
             "policy_sha256": source,
-            **_code(cell),
+            **({"code": cell.policy.code} if isinstance(cell.policy, Contestant) else {}),
             **task_source,
             "tokenizer_differs": differs.get(cell.model),
         }
@@ -118,11 +118,6 @@ def _quantisation(directory: Path) -> dict[str, str]:
     """The record's fact of what the weights were dequantised from."""
     quantised = gguf_origin(directory).get("quantised")
     return {"dequantised_from": quantised} if quantised else {}
-
-
-def _code(cell: Cell) -> dict[str, str]:
-    """The record's fact of whose code a contestant is."""
-    return {"code": cell.policy.code} if isinstance(cell.policy, Contestant) else {}
 
 
 def _data_facts(task: type[Task], data: Data) -> DataFacts:

@@ -120,7 +120,9 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 def _block_that_fits(model: Model, streams: int) -> int:
     """The block size of a faster method: the largest power of two whose logits take a small share of free memory."""
-    fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / (streams * _logit_bytes(model)))
+    vocabulary = int(getattr(model.hf.config.get_text_config(), "vocab_size", 1))  # vision transformers have none
+    logit_bytes = 3 * 4 * vocabulary  # of a token: float32, and two copies in the loss
+    fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / (streams * logit_bytes))
     return max(PLAIN_BLOCK_TOKENS, min(MAX_BLOCK_TOKENS, 2 ** max(0, fitting.bit_length() - 1)))
 
 
@@ -140,12 +142,3 @@ def _asks_the_prompt(policy: Policy) -> bool:
     if isinstance(policy, Composed) and answers is Composed.prompt_budgets:
         return _asks_the_prompt(policy.score)
     return answers is not Policy.prompt_budgets
-
-
-def _vocabulary(model: Model) -> int:
-    return int(getattr(model.hf.config.get_text_config(), "vocab_size", 1))  # vision transformers have none
-
-
-def _logit_bytes(model: Model) -> int:
-    """Bytes of a token's float32 logits, and of two copies in the loss."""
-    return 3 * 4 * _vocabulary(model)

@@ -120,7 +120,7 @@ def _budget(question: Question, capacity: int | None, names: dict[str, str], hea
     rows, base = question.at(capacity), reference(question, capacity)
     ranks = question.ranks(capacity)
     placed = [Placed(row, names[row_id(row)], ranks.get(question.numbers[id(row)]), loss(question, row, base)) for row in rows]
-    placed.sort(key=lambda p: _order(question, p.row, p.rank))
+    placed.sort(key=lambda p: _order(question, p))
     whole, _ = dense_bytes(question)
     most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
     shown = [row_json(question, p, names) for p in placed]
@@ -144,7 +144,7 @@ def _pair(question: Question, one: Row, other: Row) -> list[float] | None:
     return None if change is None else [float(f"{x:.4g}") for x in (change.value, change.low, change.high) if x is not None]
 
 
-def _order(question: Question, row: Row, rank: tuple[int, int] | None) -> tuple[float, float, float]:
+def _order(question: Question, placed: Placed) -> tuple[float, float, float]:
     """Best rank first, then the better figure; what was not measured comes last."""
-    value = question.figure(row)
-    return (math.inf if value is None else 0, math.inf if rank is None else rank[0], value or 0.0)
+    value = question.figure(placed.row)
+    return (math.inf if value is None else 0, math.inf if placed.rank is None else placed.rank[0], value or 0.0)
