@@ -14,13 +14,11 @@ import torch
 from factories import cell_record
 from lm_eval.api.instance import Instance
 
-from kvbench.harness.core import plugins
 from kvbench.harness.data.quiz import Script, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.models.load import load_tokenizer
-from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.tasks.arc_stream import ArcStream, ArcStreamOptions
 from kvbench.harness.tasks.lm_eval import LmEval
 from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
@@ -81,22 +79,14 @@ STREAMS = [
         "123",
         [" <123>\n", " <123>", "123\n", " 123.\n", " < 123 >\n", " <123>.\n"],
         [
-            "\n",
             " \n",
             "\n<123>\n",
             " the <123>\n",
-            " <5> <123>\n",
             " <123> it is\n",
-            " <123 123>\n",
             " <1234>\n",
-            " <4123>\n",
             " <12>\n",
-            " <124>\n",
-            " <023>\n",
             " <0123>\n",
             " <12 3>\n",
-            " <321>\n",
-            " <1,23>\n",
             " <124>\n <123>\n",
         ],
     ),
@@ -159,16 +149,10 @@ TRACES = [
     ("ask", False),
     (RIGHT.removesuffix(" end"), False),
     (RIGHT.removesuffix("end") + "L5", False),
-    (RIGHT.removesuffix("end") + "ask", False),
-    (RIGHT.removesuffix("Z7 end") + "O7 end", False),
     (f"{RIGHT} end", False),
-    (f"{RIGHT} {RIGHT}", False),
     (f"ask {RIGHT}", False),
-    (RIGHT.replace("v0 4", "v0 5", 1), False),
     (RIGHT.replace("v0 4 M5", "M5 v0 4"), False),
     (RIGHT.replace("v1 0", "v1 6"), False),
-    (RIGHT.upper(), False),
-    ("end", False),
 ]
 SMALL = TraceOptions(programs=1, lines=2, registers=3, steps=1)
 TEACHER = SMALL.model_copy(update={"teacher": True})
@@ -204,54 +188,34 @@ COMPLETIONS = [
     (" 534.", "534", False, True),
     (" The answer is 534", "534", False, True),
     (" 534, as the text says", "534", False, True),
-    (" 534 534", "534", False, True),
     (' "534"', "534", False, True),
-    (" (534)", "534", False, True),
     (" 447>", "447", False, True),
-    (" 534 # = 62", "534", False, True),
     (" 1534", "534", False, False),
-    (" 5340", "534", False, False),
     (" 535", "534", False, False),
-    (" 634", "534", False, False),
     (" 12,534", "534", False, False),
-    (" 534,12", "534", False, False),
-    (" 5.34", "534", False, False),
     (" 534.5", "534", False, False),
     (" -534", "534", False, False),
     (" 53 4", "534", False, False),
     (" 534QuestionQuestion", "534", False, False),
-    (" not 534", "534", False, False),
     (" It isn't 534", "534", False, False),
     (" not 211 but 534", "534", False, True),
     ("", "534", False, False),
-    ("   ", "534", False, False),
     (" copper lantern", "copper lantern", True, True),
     (" Copper Lantern!", "copper lantern", False, True),
     (" copper  lantern", "copper lantern", False, True),
     (" copper lanterns", "copper lantern", False, False),
     (" lantern copper", "copper lantern", False, False),
-    (" copper", "copper lantern", False, False),
-    (" 809 and 695", "809 and 695", True, True),
     (" 809 and 695 and 12", "809 and 695", False, True),
-    (" 809 and 6951", "809 and 695", False, False),
-    (" 809 and 694", "809 and 695", False, False),
-    (" 12 7 300 4", "12 7 300 4", True, True),
-    (" 12  7 300 4", "12 7 300 4", False, True),
     (" 12 7 300", "12 7 300 4", False, False),
-    (" 12 7 300 5", "12 7 300 4", False, False),
-    (" a.c", "a.c", True, True),
     (" abc", "a.c", False, False),
 ]
 # (completion, right answer, its first word is the answer; docs/tasks/lm_eval.md)
 FIRST_WORDS = [
     (" river", "river", True),
     (" river bank", "river", True),
-    ("\n river", "river", True),
     (" the river", "river", False),
     (" River", "river", False),
     (" rivers", "river", False),
-    (" rive", "river", False),
-    (" -river", "river", False),
     ("", "river", False),
 ]
 # (log-likelihoods of the choices, number of the right one, the likeliest is right, the likeliest per character is)
@@ -306,8 +270,3 @@ def test_an_answer_to_a_question_of_lm_eval_that_is_verified(name, metric, tmp_p
     exact, contained = ("".join("01"[row[place]] for row in COMPLETIONS) for place in (2, 3))
     assert figures["outcomes"] == (exact if metric is None else contained)
     assert figures["lm_eval.contained,none"] == contained.count("1") / len(COMPLETIONS)
-
-
-def test_every_task_that_judges_answers_has_rows():
-    judging = {name for name in plugins.task_names() if issubclass(plugins.task_class(name).metrics, QuestionMetrics)}
-    assert judging == {task.options.model_fields["name"].default for task in (StreamEval, ArcStream, Turns, Trace, LmEval)}

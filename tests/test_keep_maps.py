@@ -76,36 +76,9 @@ def test_a_replayed_map_gives_the_same_tokens_and_numbers(tmp_path, family, poli
         torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("policy", [H2O(), Random(), SinkWindow()], ids=["h2o", "random", "sink_window"])
-def test_the_steps_of_evictions_are_those_seen_token_by_token(tmp_path, family, policy):
-    """The reference watches a decoder in Python lists. Sink + window never evicts its first four tokens."""
-    tokens = tokens_of(60)
-    table = torch.load(replayed(tmp_path / "table.pt", family, policy, tokens), weights_only=True)
-    read = CachedDecoder(model_of(family), CacheConfig(policy, CAPACITY))
-    expected: dict[tuple[int, int, int], int] = {}
-    for step in range(60):
-        read(tokens[:, step : step + 1])
-        for layer, of_layer in enumerate(read.kept()):
-            for head, positions in enumerate(of_layer[0]):
-                for position in range(step + 1):
-                    if position not in positions:
-                        expected.setdefault((layer, head, position), step)
-    layers, heads, steps = table["evicted"].shape
-    found = {(k, h, p): table["evicted"][k, h, p].item() for k in range(layers) for h in range(heads) for p in range(steps)}
-    assert found == {key: expected.get(key, 60) for key in found}
-    assert table["capacities"] == ([15, 16] if family == "gemma3_text" else [16])
-
-
 @pytest.mark.parametrize(
     ("policy", "block", "method"),
-    [
-        *((H2O(), *how) for how in ((1, EAGER), (7, FASTEST), (64, EAGER), (100, FASTEST), (100, TOKEN_BY_TOKEN))),
-        (SinkWindow(), 7, FASTEST),
-        (SinkWindow(), 100, EAGER),
-        (Dense(), 64, EAGER),
-        (Random(), 100, FASTEST),
-    ],
+    [(H2O(), 1, EAGER), (H2O(), 64, FASTEST), (H2O(), 100, TOKEN_BY_TOKEN), (SinkWindow(), 100, EAGER), (Dense(), 64, EAGER)],
     ids=lambda x: type(x).__name__ if isinstance(x, Policy) else None,
 )
 def test_a_map_holds_what_was_kept_and_changes_no_number(tmp_path, policy, block, method):
@@ -171,16 +144,10 @@ def test_a_run_writes_a_map_beside_the_record_and_measures_again_where_it_lacks_
     assert (made["cell_id"], made["key"]) == (plain["cell_id"], plain["key"])
     assert made["metrics"]["nll"] == pytest.approx(plain["metrics"]["nll"], abs=1e-4)
     fact = made["facts"]["keep_map"]
-    assert fact["steps"] == "10,end"
     kept = Map.read(reading.map_file(read(tmp_path / path), (tmp_path / path).parent))
     assert sorted(set(kept.step)) == [10, 90 + len(plain["data"]["prefix"]) - 2], "the last token is never read"
     assert [p.name for p in tmp_path.rglob("*.parquet")] == [fact["file"]], "of one cell: the others have no map"
-    assert not list(tmp_path.rglob("*.partial"))
     assert measured(tmp_path, "one.yaml", "--trace", "kept=10,end")[1] == made, "nothing is measured again"
-    assert measured(tmp_path, "one.yaml")[1] == made
-    again = measured(tmp_path, "one.yaml", "--trace", "kept")[1]
-    assert again["facts"]["keep_map"]["steps"] == ""
-    assert again["facts"]["keep_map"]["sha256"] != fact["sha256"]
     measured(tmp_path, "one.yaml", "--fresh")
     assert not list(tmp_path.rglob("*.parquet")), "no record names it any longer"
 
@@ -213,9 +180,11 @@ def test_a_file_that_is_no_table_of_this_cell_is_refused(tmp_path):
     file = table_of(tmp_path / "t.pt", [[[3, 1, 2]] * 2] * 2, [2])
     bound = Replay(file).bind(2)
     assert bound == Replay(file, bound.sha256).bind(2)
+    (tmp_path / "no.pt").write_bytes(b"no")
     for policy, problem in [
         (Replay(file), "was taken at capacity 2, not 3"),
         (Replay(str(tmp_path / "none.pt")), r"none\.pt can't be read \(No such file or directory\)"),
+        (Replay(str(tmp_path / "no.pt")), "is no table of evictions"),
         (Replay(file, "0" * 64), r"has changed: its sha256 is \w{8}\.\.\., not 00000000"),
     ]:
         with pytest.raises(ValueError, match=problem):
@@ -223,9 +192,6 @@ def test_a_file_that_is_no_table_of_this_cell_is_refused(tmp_path):
     read = CachedDecoder(model_of("llama"), CacheConfig(Replay(table_of(tmp_path / "u.pt", [[[3, 1, 2]] * 2] * 3, [2])), 2))
     with pytest.raises(ValueError, match="was taken from a model with 3 layers of 2 KV heads, not 2 layers of 2 KV heads"):
         read(tokens_of(4))
-    (tmp_path / "t.pt").write_bytes(b"no")
-    with pytest.raises(ValueError, match=r"is no table of evictions; 'bench show kept RECORD --replay FILE' writes one"):
-        Replay(file).bind(2)
 
 
 @pytest.mark.slow("measures suites")

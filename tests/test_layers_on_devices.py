@@ -72,26 +72,6 @@ def test_a_model_is_loaded_in_parts(random, model_dir, monkeypatch):
     assert torch.equal(decoder(parts, config)(tokens), decoder(whole, config)(tokens))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("evict", [1, "prompt"])
-@pytest.mark.parametrize("name", evicting())
-def test_a_model_half_on_a_gpu_and_half_on_the_cpu_has_the_numbers_of_one_on_the_cpu(name, evict, policies):
-    policy, cuda = policies[name], torch.device("cuda", 0)
-    if policy.outcome and evict == 1:
-        pytest.skip("decides at a prompt's end")
-    whole, parts = (tiny_model("llama", vocab_size=96).double() for _ in range(2))
-    parts = dispatch(parts, device_map(parts.config, torch.float64, [cuda, CPU], AutoModelForCausalLM))
-    config, tokens = CacheConfig(policy, None if policy.outcome else 16, evict=evict), tokens_of(48, 2).cpu()
-    logits, kept = [], []
-    for model in (adopt(whole), adopt(parts)):
-        read, given = CachedDecoder(model, config, 2), tokens.to(model.device)
-        first = [read.read_prompt(given[:, :40], 16)[:, None]] if evict == "prompt" else [read(given[:, :40])]
-        logits.append(torch.cat([*first, in_blocks(read, given[:, 40:], 3)], 1).cpu())
-        kept.append(read.kept())
-    torch.testing.assert_close(logits[0], logits[1], atol=1e-6, rtol=0)
-    assert kept[0] == kept[1]
-
-
 @pytest.mark.parametrize("policy", DECIDED_BY_THE_PROMPT)
 def test_budgets_of_a_prompt_see_all_layers_on_one_device(policy, policies):
     """As one process without hooks computes them."""

@@ -1,4 +1,4 @@
-"""A bounded policy's memory does not grow with the stream."""
+"""A bounded policy's memory does not grow with the stream, and the memory task reports what is allocated."""
 
 from __future__ import annotations
 
@@ -7,17 +7,37 @@ import json
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
+import children
 import pytest
+import torch
 from conftest import model_of, tokens_of
 
-from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.codec import Codec, Kivi
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import EAGER
+from kvbench.harness.models.shape import readable_shape
+from kvbench.harness.records.metrics import READ_AT_POINTS
+from kvbench.harness.run import child
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.order import Order, UnsentData
+from kvbench.harness.run.prepare import prepare
+from kvbench.harness.run.request import RunRequest
+from kvbench.harness.tasks.memory import Memory, MemoryOptions
+from kvbench.harness.tasks.memory.measure import tensor_bytes
+from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.adakv import AdaKV
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.sink_window import SinkWindow
+
+pytestmark = pytest.mark.slow("processes of bench")
 
 # A process for each policy, forked from one that has imported everything; its peak begins at what it holds then.
 CODE = r"""
@@ -43,12 +63,11 @@ for name, tokens in tokens_read.items():
 BOUNDED = ["window", "sink_window", "h2o", "random", "recompute_window"]
 
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read a process's own peak")
-
-
 @pytest.fixture(scope="module")
 def growth() -> dict[str, int]:
     """Bytes by which a process's peak grows from token 1,000 to the last, for each policy."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc to read a process's own peak")
     asked = json.dumps({**dict.fromkeys(BOUNDED, 8_000), "dense": 30_000})
     done = subprocess.run(
         [sys.executable, "-c", CODE, asked],
@@ -61,13 +80,11 @@ def growth() -> dict[str, int]:
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
-@pytest.mark.slow("processes of its own")
 @pytest.mark.parametrize("policy", BOUNDED)
 def test_peak_memory_is_flat_over_the_stream(policy, growth):
     assert growth[policy] < 8 * 2**20  # bytes; K/V of 7,000 tokens would be 3.5 MiB, twice that with copies
 
 
-@pytest.mark.slow("processes of its own")
 def test_the_same_measurement_sees_a_cache_that_does_grow(growth):
     assert growth["dense"] > 16 * 2**20
 
@@ -110,3 +127,148 @@ def test_outgrown_tensors_are_freed_at_once(uncollected, config, prompt):
         del grown
     assert number > len(stores(read)), "nothing grew"
     assert set(ever) == set(stores(read))
+
+
+OPTIONS = MemoryOptions(tokens=160, points=4)
+
+
+def run(tmp_path, config, **rest):
+    job = Job(model_of("llama"), config, RandomTokens(1), 32, EAGER, tmp_path / "t", lambda tokens, text: None, **rest)
+    return Memory.run(OPTIONS, job).as_json()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CacheConfig(Dense()),
+        CacheConfig(H2O(), 32),
+        CacheConfig(RecomputeWindow(), 32),
+        CacheConfig(Dense(), kv=Kivi("kivi4", residual=32)),
+        CacheConfig(H2O(), 32, evict=Pages(8), kv=Codec("int2", recent=8)),
+    ],
+    ids=lambda c: f"{type(c.policy).__name__} {c.kv or ''}",
+)
+def test_what_is_reported_is_what_is_found_and_what_the_formula_says(tmp_path, config):
+    found = run(tmp_path, config)
+    assert found["kv_bytes"] == found["expected_kv_bytes"]
+    assert abs(found["allocated_bytes"] - found["kv_bytes"] - found["state_bytes"]) < 2**18
+    assert not [f for f in found["flags"] if "rose" not in f]
+    assert [c["position"] for c in found["curve"]] == [40, 80, 120, 160]
+    assert found["kv_held_bytes"] <= found["kv_bytes"]
+
+
+def test_memory_that_was_free_before_does_not_hide_a_cache(tmp_path):
+    """Loading a model leaves free memory in the C library's heap. The quickstart's dense cache of 1 MiB once moved in there."""
+    (tmp_path / "s.yaml").write_text(
+        "{suite: s, version: 1, model: {id: 'builtin:sink_2'}, task: {name: memory, tokens: 512}, capacity: 64, "
+        "policies: [dense, random]}"
+    )
+    request = RunRequest(str(tmp_path / "s.yaml"), threads=1)
+    for found in request.measure(tmp_path / "results", request.cells()):
+        assert found.status == "ok", found.error
+        assert found.metrics.peak_bytes > found.metrics.kv_held_bytes > 100_000
+        too_good = found.metrics.as_json() | {"peak_bytes": found.metrics.kv_held_bytes - 1}
+        assert [*type(found.metrics).from_json(too_good).impossible()]
+        assert not [*type(found.metrics).from_json(too_good | {"how": f"psutil, {READ_AT_POINTS}"}).impossible()]
+
+
+class Hoarder(CachedDecoder):
+    """Keeps copies of evicted tokens and does not report them."""
+
+    def __call__(self, *args, **kwargs):
+        self.hoard = [*getattr(self, "hoard", []), torch.zeros(2**18)]
+        return super().__call__(*args, **kwargs)
+
+
+class Liar(CachedDecoder):
+    """Reports one slot too few."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return super().kv_bytes - 256 * 2
+
+
+@pytest.mark.parametrize(("kind", "says"), [(Hoarder, "are allocated"), (Liar, "by the model's shapes")])
+def test_a_cache_of_another_size_than_it_says_is_flagged(kind, says, tmp_path):
+    found = run(tmp_path, CacheConfig(SinkWindow(4), 32), open=kind)
+    assert any(says in f for f in found["flags"])
+
+
+SUITE = """
+suite: one
+version: 1
+model: {{id: "random:stories-260k"}}
+task: {{name: memory, tokens: {tokens}, points: {points}}}
+capacity: 8
+policies: [{policies}]
+"""
+
+
+def order_of(cells, options):
+    return Order.from_groups([prepare(cells, options.device, None)], cells, options, 1)
+
+
+def measure(order, progress=lambda tokens, text: None):
+    return child.measure(order, [None], progress).outcomes
+
+
+def test_a_coded_cell_goes_to_a_process_and_comes_back(tmp_path, monkeypatch):
+    """How K and V are stored, and that pages are evicted, are pickled."""
+    monkeypatch.chdir(tmp_path)
+    entries = "{name: window, evict: {pages: 4, worth: max}, kv: {codec: int4, exempt: {recent: 2}}}, {name: dense, kv: kivi2}"
+    Path("one.yaml").write_text(SUITE.format(tokens=64, points=4, policies=entries))
+    for cell in RunRequest("one.yaml").cells():
+        (outcome,) = measure(order_of([cell], RunOptions(torch.device("cpu"), block=16)))
+        assert outcome.failure is None
+        assert outcome.metrics.kv_bytes == outcome.metrics.expected_kv_bytes
+        shape = readable_shape("random:stories-260k", None)
+        assert outcome.metrics.kv_bytes == shape.kv_bytes((cell.capacity or 256) + (3 if cell.capacity else -1), 1, 4, cell.kv)
+
+
+@pytest.fixture
+def order(tmp_path, monkeypatch):
+    """Return an order of one cell."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(tokens=64, points=4):
+        Path("one.yaml").write_text(SUITE.format(tokens=tokens, points=points, policies="window"))
+        return order_of(RunRequest("one.yaml").cells(), RunOptions(torch.device("cpu"), block=16))
+
+    return of
+
+
+def changed(order, **fields):
+    return replace(order, groups=[[replace(order.groups[0][0], **fields)]])
+
+
+def test_errors_of_its_process_are_passed_on(order):
+    with pytest.raises(UserError, match="its data differ from those of the process that started the run"):
+        measure(changed(order(), data=UnsentData("another", 64)))
+    with pytest.raises(child.ChildError) as raised:
+        measure(changed(order(), facts={}))
+    assert raised.value.failure["kind"] == "KeyError"
+    assert raised.value.failure["where"].endswith("in _here")
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        (children.killed, MemoryError, "its process was killed by signal 9"),
+        (children.silent, RuntimeError, "ended with exit code 3 and without an answer"),
+    ],
+)
+def test_a_process_that_ends_without_an_answer_is_an_error(monkeypatch, order, target, error, message):
+    """The system kills a process that takes too much memory."""
+    monkeypatch.setattr(child, "run_child", target)
+    with pytest.raises(error, match=message):
+        measure(order())
+
+
+def test_tensors_are_counted_once_and_the_models_not_at_all():
+    read = decoder(model_of("llama"), CacheConfig(SinkWindow(4), 1000))
+    assert 0 <= tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**16
+    for _ in range(3):
+        read(torch.zeros(1, 1, dtype=torch.int64))
+    assert tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**18, "a step leaves nothing behind"
+    copy = read.fork([0])
+    assert tensor_bytes([read, copy]) > 1.9 * tensor_bytes(read)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import DEVICE, model_of
 
-from kvbench.harness.engine import probes
+from kvbench.harness.engine import probes, walk
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.models import selfcheck
 from kvbench.harness.models.families import FAMILIES, tiny_model
 from kvbench.harness.models.selfcheck import check
 
@@ -43,20 +44,16 @@ def test_a_family_passes_or_is_refused_with_the_reason(family):
         assert check(adopt(hf)) <= 1
 
 
-def test_learned_sink_logits_matter():
+def test_learned_sink_logits_matter(monkeypatch):
     """gpt_oss fails the check without its sink logits."""
-    hf = tiny_model("gpt_oss")
-    model = adopt(hf)
+    model = adopt(tiny_model("gpt_oss"))
     assert check(model) <= 1
-    from kvbench.harness.engine import walk
 
     plain = walk.weights
-    walk.weights = lambda scores, terms, heads, seen=None: plain(scores, terms._replace(sink_logits=None), heads, seen)
-    try:
-        with pytest.raises(UnsupportedModelError):
-            check(model)
-    finally:
-        walk.weights = plain
+    without = lambda scores, terms, heads, seen=None: plain(scores, terms._replace(sink_logits=None), heads, seen)  # noqa: E731
+    monkeypatch.setattr(walk, "weights", without)
+    with pytest.raises(UnsupportedModelError):
+        check(model)
 
 
 def test_a_wrong_rotation_is_refused():
@@ -93,12 +90,11 @@ def test_a_copy_of_another_layers_k_and_v_is_refused_too(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_a_sliding_window_left_out_is_refused(family):
-    """The check crosses a window of any length, because it shrinks it."""
+def test_a_sliding_window_left_out_is_refused(family, monkeypatch):
+    """The check crosses a window of any length, because it shrinks it, and puts it back."""
     hf = tiny_model(family, sliding_window=4096)
     assert check(adopt(hf)) <= 1
-    from kvbench.harness.models import selfcheck
-
+    assert hf.config.sliding_window == 4096
     plain = selfcheck.adopt
 
     def blind(*args, **options):
@@ -106,33 +102,19 @@ def test_a_sliding_window_left_out_is_refused(family):
         model.layers = [dataclasses.replace(s, sliding_window=None) for s in model.layers]
         return model
 
-    selfcheck.adopt = blind
-    try:
-        with pytest.raises(UnsupportedModelError, match="differ"):
-            check(adopt(hf))
-    finally:
-        selfcheck.adopt = plain
+    monkeypatch.setattr(selfcheck, "adopt", blind)
+    with pytest.raises(UnsupportedModelError, match="differ"):
+        check(adopt(hf))
 
 
-def test_the_window_is_put_back_after_the_check():
-    hf = tiny_model("mistral", sliding_window=4096)
-    check(adopt(hf))
-    assert hf.config.sliding_window == 4096
-    assert adopt(hf).layers[0].sliding_window == 4096
+ROPE = {"factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
     "rope",
     [
         {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-        {
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-            "factor": 4.0,
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-        },
+        ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
     ],
     ids=lambda r: r["rope_type"],
 )
@@ -149,15 +131,8 @@ def test_rope_that_depends_on_the_longest_position_needs_a_declared_length(rope)
     "rope",
     [
         {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-        },
+        ROPE | {"rope_type": "yarn"},
+        ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     ],
     ids=lambda r: r["rope_type"],
 )

@@ -1,21 +1,21 @@
-"""One eviction after a prompt: compared with lists that are cut once, and with dense if nothing is cut."""
+"""One eviction after a prompt, compared with lists that are cut once; and resets, in which a full cache goes as a whole."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from conftest import model_of, tokens_of
+from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
 from factories import CLOSE, POLICIES, SETTINGS, chooser
 from reference import ListBackend
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.sink_window import SinkWindow
+from kvbench.harness.engine.own_attention import own_attention
+from kvbench.harness.engine.reset import ResetDecoder
+from kvbench.policies.reset import Reset
 
 
 def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, method: Method = EAGER):
@@ -51,20 +51,83 @@ def test_the_block_the_streams_and_kernels_change_nothing(policy, method):
     assert both.slots == reads[0].slots
 
 
-@pytest.mark.parametrize("config", [CacheConfig(Dense()), CacheConfig(H2O(), 60), CacheConfig(SinkWindow(), 60)], ids=str)
-def test_what_covers_the_prompt_is_dense(config):
-    model, tokens = model_of("llama"), tokens_of(60)
-    read, logits = read_once(model, config, tokens[:, :50], 16)
-    dense = CachedDecoder(model, CacheConfig(Dense()))(tokens)
-    torch.testing.assert_close(logits, dense[:, 49], atol=1e-4, rtol=0)
-    torch.testing.assert_close(read(tokens[:, 50:]), dense[:, 50:], atol=1e-4, rtol=0)
+CAPACITY = 9
+POLICIES = [Reset(), Reset(reread=0), Reset(sinks=2, reread=3), Reset(sinks=2), Reset(sinks=3, reread=6)]
 
 
-def test_a_sliding_window_layer_keeps_what_later_queries_may_see():
-    model, tokens = model_of("mistral"), tokens_of(60)
-    sliding = model.layers[0].sliding_window
-    assert sliding == 16
-    read, _ = read_once(model, CacheConfig(SinkWindow(sinks=2), 20), tokens[:, :50], 16)
-    kept = read.kept()[0][0][0]
-    assert min(kept) >= 50 - (sliding - 1)
-    assert read(tokens[:, 50:]).isfinite().all()
+def naive(family: str, text: torch.Tensor, policy: Reset, capacity: int = CAPACITY) -> torch.Tensor:
+    """What the model itself says of the tokens since the last reset, called anew for every token of one stream."""
+    policy, cached, logits = policy.bind(capacity), [], []
+    for t, token in enumerate(text[0].tolist()):
+        if len(cached) > capacity:
+            cached = text[0, : policy.sinks].tolist() + text[0, t - policy.reread : t].tolist()
+        cached.append(token)
+        with own_attention(model_of(family).hf), torch.inference_mode():
+            logits.append(model_of(family).hf(input_ids=torch.tensor([cached], device=DEVICE), use_cache=False).logits[:, -1])
+    return torch.stack(logits, 1)
+
+
+def config_of(policy: Reset, capacity: int = CAPACITY) -> CacheConfig:
+    return CacheConfig(policy, capacity)
+
+
+@pytest.mark.parametrize("size", [1, 7, 48])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_it_equals_the_models_own_forward_pass_over_the_tokens_since_the_last_reset(policy, size):
+    """Step by step, and in blocks that hold no, one and several resets."""
+    tokens = tokens_of(48)
+    ours = in_blocks(decoder(model_of("llama"), config_of(policy)), tokens, size)
+    torch.testing.assert_close(ours, naive("llama", tokens, policy), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("size", [1, 8])
+def test_streams_of_unequal_length_equal_each_alone(policy, size):
+    """They are reset at different steps."""
+    model, tokens = model_of("llama", torch.float64), tokens_of(48, 3)
+    valid = torch.rand(3, 48, generator=torch.Generator().manual_seed(2)) < torch.tensor([[1.0], [0.6], [0.2]])
+    valid = valid.to(DEVICE)
+    read = decoder(model, config_of(policy), 3)
+    together = torch.cat([read(t, v) for t, v in zip(tokens.split(size, 1), valid.split(size, 1), strict=True)], 1)
+    for b in range(3):
+        alone = decoder(model, config_of(policy))
+        logits = in_blocks(alone, tokens[b : b + 1, valid[b]], 5)
+        torch.testing.assert_close(together[b][valid[b]], logits[0], atol=1e-5, rtol=0)
+        seen = range(int(valid[b].sum()))
+        assert read.fork([b]).held(seen) == alone.held(seen)
+
+
+def test_a_fork_goes_its_own_way():
+    tokens, other, model = tokens_of(30), tokens_of(60)[:, 30:], model_of("llama")
+    read = decoder(model, config_of(Reset(reread=4)))
+    in_blocks(read, tokens, 30)
+    fork = read.fork([0, 0])
+    theirs = in_blocks(fork, other.expand(2, -1), 4)
+    ours = in_blocks(read, other, 4)
+    torch.testing.assert_close(theirs, ours.expand(2, -1, -1), atol=1e-5, rtol=0)
+    assert fork.kv_bytes == 2 * read.kv_bytes == 2 * model.kv_bytes(CAPACITY)
+
+
+def test_what_is_held_and_when_it_goes():
+    """After `capacity + 1` tokens the next one empties the cache and follows those that are read again."""
+    read = decoder(model_of("llama"), config_of(Reset(sinks=1, reread=3)))
+    assert isinstance(read, ResetDecoder)
+    used, left = [], []
+    for token in tokens_of(24).split(1, 1):
+        left.append(read.steps_to_reset)
+        read(token)
+        used.append(read.slots[0])
+    assert used == [*range(1, 11), *range(5, 11), *range(5, 11), 5, 6]
+    assert left == [*range(10, -1, -1), *range(5, -1, -1), *range(5, -1, -1), 5][:24]
+    assert [p for p in range(26) if read.held([p])] == [0, 19, 20, 21, 22, 23]
+    assert read.held_bytes == 6 / 10 * read.kv_bytes
+
+
+ODD = ["gemma2", "gpt_oss", "mistral", "smollm3"]  # softcaps, sink logits, a sliding window of 16, layers without RoPE
+
+
+@pytest.mark.parametrize("family", dict.fromkeys([*FAMILIES, *ODD]))
+def test_it_does_so_in_every_kind_of_family(family):
+    tokens, policy = tokens_of(60), Reset(sinks=2, reread=8)
+    ours = in_blocks(decoder(model_of(family), config_of(policy, 24)), tokens, 13)
+    torch.testing.assert_close(ours, naive(family, tokens, policy, 24), atol=1e-4, rtol=0)

@@ -56,19 +56,6 @@ def rewritten(record: Record, **figures) -> Record:
     return Record.from_json(json.loads(json.dumps(record.as_json() | {"metrics": record.metrics.as_json() | figures})))
 
 
-@pytest.mark.slow("takes seconds")
-def test_its_records_are_typed_and_name_no_folder(ran):
-    records = records_of(ran / "results")
-    assert len(records) == 3
-    for record in records:
-        assert record.cell.task.name == "hits.py:Hits"
-        assert record.cell.task.tokens == 200
-        assert type(record.metrics).__name__ == "HitsMetrics"
-        assert record.metrics.hits == round(record.metrics.hit_rate * record.metrics.tokens)
-        assert record.trace.file.endswith(".hits.npy")
-        assert record.facts.task_sha256
-
-
 @pytest.mark.slow("measures suites")
 def test_they_are_verified_shown_and_compared(ran):
     done = bench(ran, "records", "verify", "results")

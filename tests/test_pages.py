@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import bench
@@ -13,17 +10,12 @@ from factories import record
 from fuzz_records import fuzz
 from stored import RECORDS
 
-from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore, publish
-from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.report import site, verify
 from kvbench.harness.report.chart import drawing_files
-from kvbench.harness.report.compare import largest_difference
 from kvbench.harness.report.feed import row
 from kvbench.harness.report.markdown import title
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -138,16 +130,6 @@ def test_data_that_do_not_fit_go_to_a_folder_and_those_of_gone_suites_are_delete
     assert contents(folder.parent) == before
 
 
-def test_a_trace_that_claims_to_be_huge_takes_no_memory(tmp_path):
-    """Four terabytes according to its header, 128 bytes on disk."""
-    path = tmp_path / "x.nll.npy"
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999,), }"
-    path.write_bytes(b"\x93NUMPY\x01\x00v\x00" + header.ljust(117) + b"\n")
-    trace = TraceFile(path.read_bytes(), path, tmp_path)
-    with pytest.raises((MemoryError, ValueError)):
-        largest_difference((trace, trace))
-
-
 @pytest.mark.slow("takes seconds")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_no_mutated_record_breaks_a_verb():
@@ -157,31 +139,3 @@ def test_no_mutated_record_breaks_a_verb():
     assert not failures, failures[0]
     assert seen["mutations"] == 15
     assert seen["leaderboard: exit 0"] + seen["leaderboard: exit 1"] == 3, "1: a record was left out"
-
-
-@pytest.mark.slow("processes of its own")
-def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
-    out = tmp_path / "board" / "README.md"
-    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
-    whole = contents(out.parent)
-    command = [sys.executable, "-m", "kvbench", "leaderboard", "--results", str(results), "--out", str(out)]
-    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    while any(p.poll() is None for p in both):
-        assert contents(out.parent) == whole, "whoever reads meanwhile sees whole files"
-    assert [(p.communicate()[1], p.returncode) for p in both] == [(b"", 0)] * 2
-    assert contents(out.parent) == whole
-    assert not list(out.parent.rglob("*.partial"))
-
-
-def test_of_records_that_do_not_go_together_the_most_stay():
-    records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
-
-    def make(part):
-        kinds = {r.cell.policy.startswith("odd") for r in part}
-        if len(kinds) > 1:
-            raise TypeError("mixed")
-        return [r.cell.policy for r in part]
-
-    made, broken = make_without_broken(records, make)
-    assert made == [f"p{i}" for i in range(6)]
-    assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]

@@ -1,8 +1,7 @@
-"""Policies that score by attention keep the same tokens as plain rules over the dense attention of a tiny model."""
+"""Policies that score by attention, and the probe for retrieval heads, against plain rules over a model's dense attention."""
 
 from __future__ import annotations
 
-import copy
 import re
 from functools import cache
 
@@ -13,7 +12,7 @@ from attention_walk import best, lists_of, walk_lists, walk_policy
 from conftest import model_of, tokens_of
 from prompt_views import dense_pass, kept, prompt_views
 
-from kvbench.harness.kernels.tracing import traced
+from kvbench.harness.run.head_table import retrieval_scores
 from kvbench.policies.chunkkv import ChunkKV
 from kvbench.policies.finch import Finch
 from kvbench.policies.h2o import H2O
@@ -100,34 +99,6 @@ def test_step_by_step_it_evicts_what_the_rule_evicts(case, family, seed, layer, 
     assert ours == [past.held for past in pasts]
 
 
-class Given:
-    """A policy whose importance is known."""
-
-    def __init__(self, importance: torch.Tensor) -> None:
-        self.importance = lambda view: importance
-
-
-@every_case
-def test_slots_in_any_order_and_garbage_in_empty_ones_change_nothing(case):
-    policy = CASES[case][0].bind(17)
-    view = prompt_views(model_of("llama"), stream(0), policy, SEED)[0]
-    draw, empty = torch.Generator().manual_seed(1), 4
-    order = torch.stack([torch.randperm(LENGTH + empty, generator=draw) for _ in range(4)]).view(2, 2, -1)
-
-    def moved(x: torch.Tensor, garbage: float) -> torch.Tensor:
-        x = torch.cat([x, torch.full_like(x[:, :, :empty], garbage)], 2)
-        return x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - 3)), 2)
-
-    other = copy.copy(view)
-    other.rank, other.position = moved(view.rank, LENGTH + empty), moved(view.position, LENGTH - 2)
-    other.keys, other.values = moved(view.keys, 1e6), moved(view.values, 1e6)
-    other.states = {s: moved(x, 50.0) for s, x in view.states.items()}
-    importance = policy.importance(other)
-    assert not importance.isnan().any()
-    by_rank = importance.take_along_dim(other.rank.argsort(-1), 2)[..., :LENGTH]
-    assert kept(Given(by_rank), view, 17) == kept(policy, view, 17)
-
-
 @every_case
 def test_of_a_prompt_only_the_last_steps_matter_to_a_statistic_that_says_so(case):
     """States at the end are the same if a statistic sees no step before its last."""
@@ -150,22 +121,6 @@ def test_of_a_prompt_only_the_last_steps_matter_to_a_statistic_that_says_so(case
         torch.testing.assert_close(part, state, atol=0, rtol=0)
 
 
-def test_heads_of_a_layer_keep_the_same_tokens_with_tova_and_chunkkv():
-    for policy in (Tova().bind(11), ChunkKV(SnapKV(window=5), 4).bind(11)):
-        for view in prompt_views(model_of("llama"), stream(0), policy):
-            assert all(a == b for a, b in kept(policy, view, 11))
-
-
-def test_the_defaults_of_random_and_h2o_are_compiled_as_before():
-    """Their other rules are compiled, too."""
-    assert traced(Random().bind(8)).importance == "uniform(position, head, layer, seed)"
-    h2o = traced(H2O(3).bind(8))
-    assert h2o.importance.startswith("(((step - position) < 3LL) ? INFINITY : ")
-    assert len(h2o.updates) == 1
-    for policy in (Random(sinks=2, window=3), Random(keep_prompt=True), H2O(normalise="age"), H2O(normalise="visible")):
-        assert traced(policy.bind(8)).importance
-
-
 def test_a_prompt_longer_than_the_cache_is_sampled():
     """Its tokens rank above all others, but may go."""
     policy = Random(keep_prompt=True).bind(5)
@@ -181,18 +136,12 @@ def test_a_prompt_longer_than_the_cache_is_sampled():
     ("policy", "capacity", "word"),
     [
         (SnapKV(window=8), 8, "window 8"),
-        (SnapKV(window=0), 8, "window 0"),
         (SnapKV(kernel=4), 8, "kernel 4"),
         (Random(sinks=4, window=5), 8, "sinks 4 + window 5"),
-        (Random(window=-1), 8, "window -1"),
-        (Scissorhands(window=8), 8, "window 8"),
         (Scissorhands(history=10, buckets=4), 8, "multiple of buckets 4"),
         (RoCo(protected=9), 8, "9 protected tokens"),
         (Finch(window=9), 8, "question of 9"),
-        (ChunkKV(chunk=0), 8, "chunk 0"),
         (ChunkKV(SnapKV(window=8)), 8, "window 8"),
-        (RKV(window=8), 8, "window 8"),
-        (RKV(kernel=2), 8, "kernel 2"),
         (RKV(attention=2.0), 8, "attention 2.0"),
     ],
 )
@@ -207,3 +156,19 @@ def test_the_defaults_of_a_variant_are_those_of_its_code():
     assert (ChunkKV().bind(99).chunk, ChunkKV(variant="kvpress").bind(99).chunk) == (10, 20)
     assert (RKV().bind(99).attention, RKV("official").bind(99).attention) == (0.1, 0.07)
     assert RoCo().bind(100).protected == 31
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_scores_are_attention_to_the_token_after_the_earlier_copy(family):
+    model, copy, streams = model_of(family), 12, 3
+    scores = retrieval_scores(model, copy, streams, seed=5)
+    first = torch.randint(96, (streams, copy), generator=torch.Generator().manual_seed(5))
+    assert [len(row) for row in scores] == [shape.heads for shape in model.layers]
+    if family != "llama":  # the plain pass knows no sink logits, soft caps or windows
+        assert all(0 <= x <= 1 for row in scores for x in row)
+        return
+    seen = dense_pass(model, torch.cat([first, first], 1))
+    for layer, row in enumerate(scores):
+        weights = seen[layer].weights  # [B, H, G, T, T]
+        found = torch.stack([weights[:, :, :, copy + i, i + 1] for i in range(copy - 1)]).mean((0, 1)).amax(-1)
+        torch.testing.assert_close(torch.tensor(row), found, atol=1e-5, rtol=0)

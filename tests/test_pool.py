@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import DEVICE, model_of, tokens_of
-from factories import CLOSE, MODES, needs_compiler
+from factories import CLOSE, MODES, check_streams_are_read_alone, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed_budgets import run
@@ -185,39 +185,6 @@ def test_forks_share_no_page(method):
     assert [layer[2] for layer in forked.kept()] == [layer[0] for layer in alone.kept()]
 
 
-def test_streams_of_unequal_length_share_a_pool():
-    model, config = model_of("llama", DOUBLE), CacheConfig(Pooled(H2O(3), 4), 9)
-    tokens, valid = tokens_of(40, 2), torch.ones(2, 40, dtype=torch.bool)
-    valid[1, 12:17] = valid[0, 3] = valid[1, 39] = False
-    valid = valid.to(tokens.device)
-    together = CachedDecoder(model, config, 2)
-    logits = torch.cat([together(t, v) for t, v in zip(tokens.split(1, 1), valid.split(1, 1), strict=True)], 1)
-    for stream in range(2):
-        alone = CachedDecoder(model, config)
-        theirs = step_by_step(alone, tokens[stream : stream + 1, valid[stream]])
-        torch.testing.assert_close(logits[stream, valid[stream]], theirs[0], atol=1e-8, rtol=0)
-        assert [layer[stream] for layer in together.kept()] == [layer[0] for layer in alone.kept()]
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_rows_close_up(data):
-    """With and without waiting for the device: what is left lies in the first slots, and nothing is lost or copied twice."""
-    rows, slots = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-    count = torch.tensor([[data.draw(st.integers(1, slots))] for _ in range(rows)])
-    victims = torch.tensor([[data.draw(st.booleans()) for _ in range(slots)] for _ in range(rows)]) & (
-        torch.arange(slots) < count
-    )
-    left = count - victims.sum(-1, keepdim=True)
-    last = torch.arange(slots) >= left
-    holes, movers = victims & ~last, last & ~victims & (torch.arange(slots) < count)
-    for row, into, out_of in (pool.moves(victims, count, slots), pool._padded_moves(holes, movers, count, slots)):
-        held = torch.arange(slots).repeat(rows, 1)
-        held[row, into] = held[row, out_of]
-        for at in range(rows):
-            assert sorted(held[at, : left[at]].tolist()) == [s for s in range(count[at]) if not victims[at, s]]
-
-
 def test_sums_of_pages_are_rounded_once():
     """In 16 bits, nearly all outputs are those of one sum over the whole row; sums of rounded pages would differ in a third."""
     read = CachedDecoder(model_of("llama", torch.bfloat16), CacheConfig(AdaKV(score=H2O()), 40))
@@ -231,15 +198,7 @@ def test_sums_of_pages_are_rounded_once():
     assert (into != expected).float().mean() < 0.02
 
 
-@needs_compiler
-@pytest.mark.parametrize("evict", [1, "prompt", 3])
-def test_kernels_read_on_after_a_prompt_that_decided_budgets(evict):
-    model, tokens = model_of("llama"), tokens_of(100)
-    reads = [
-        CachedDecoder(model, CacheConfig(AtPrompt(H2O(4)), 14, evict=evict), method=method) for method in (BY_KERNEL, PLAIN_WALK)
-    ]
-    for read in reads:
-        read.read_prompt(tokens[:, :40], 9, once=True)
-    for token in tokens[:, 40:].split(1, 1):
-        torch.testing.assert_close(*(read(token) for read in reads), atol=CLOSE[torch.float32], rtol=0)
-        assert reads[0].kept() == reads[1].kept()
+def test_streams_of_unequal_length_share_a_pool():
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    valid[1, 12:17] = valid[0, 3] = valid[1, 39] = False
+    check_streams_are_read_alone(CacheConfig(Pooled(H2O(3), 4), 9), valid)

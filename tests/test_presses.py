@@ -16,7 +16,6 @@ from conftest import DEVICE, model_of, nll, tokens_of
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
 from kvbench.policies.dense import Dense
@@ -171,11 +170,6 @@ def test_what_a_press_notes_is_its_decoder_s_alone(form):
     assert not any(hasattr(module, "masked_key_indices") for module in model_of("llama").hf.modules())
 
 
-def test_the_check_tells_a_length_that_is_wrong_and_reads_token_by_token(form):
-    check = own_loop(model_of("llama"), config("FirstAndNewest", **FIRST))
-    assert (check.loop.blocks, check.wrong_length) == (0, "get_seq_length says 64 after 256 tokens")
-
-
 @pytest.mark.skipif(not KVPRESS, reason="needs kvpress, which `make peers` installs beside an older transformers")
 @pytest.mark.parametrize(
     ("name", "parameters", "policy"),
@@ -192,16 +186,6 @@ def test_a_press_of_kvpress_equals_our_policy_of_that_name(name, parameters, pol
     expected = after_prompt(CacheConfig(policy, 16, "stream", evict="prompt"), tokens)
     assert (found - expected).abs().max() < 3e-4, DEVICE
     assert abs(found.mean() - expected.mean()) < 1e-5
-
-
-def test_a_fork_takes_the_notes_along(form):
-    tokens, wanted = tokens_of(40), config("DecodingPress", interval=8)
-    read = decoder(model_of("llama"), wanted, 1, EAGER)
-    for t in range(13):
-        read(tokens[:, t : t + 1])
-    fork = read.fork([0])
-    both = [torch.cat([r(tokens[:, t : t + 1]) for t in range(13, 40)], 1) for r in (read, fork)]
-    assert torch.equal(*both)
 
 
 def test_its_record_names_versions_presses_inside_and_sources(form, tmp_path):

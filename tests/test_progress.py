@@ -1,10 +1,12 @@
-"""How a run is shown: live on a terminal, in plain lines elsewhere."""
+"""How a run is shown, live and in plain lines, and where its records and pages go."""
 
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
+from conftest import bench_in as bench
 from factories import record
 from rich.console import Console
 
@@ -70,12 +72,49 @@ def test_elsewhere_a_line_is_written_now_and_then(clock):
     assert lines[2] == "1 cell was finished before and skipped (--fresh measures it again)"
 
 
-@pytest.mark.parametrize(("until", "left"), [(None, "about 2 min left"), (90.0, "about 40 s left"), (10.0, "about 1 s left")])
-def test_the_time_left_ends_with_the_runs_time(until, left, clock):
-    screen = console(terminal=False)
-    clock[0] = 0.0
-    with ProgressView(screen, **({} if until is None else {"until": until})) as view:
-        view.begin("h2o 8", 1, 3, 1000)
-        clock[0] += 50
-        view.end("h2o 8", finished(), False)
-    assert screen.file.getvalue().splitlines()[0].endswith(left)
+@pytest.fixture(scope="module")
+def asked(model_dir, text_dir):
+    """A run of two cells, and one that fails if a `bad.py` is there."""
+    options = ["--model", model_dir, "--data", text_dir, "--threads", 1, "--set", "tokens=100", "--set", "streams=1"]
+    return ["run", "smoke", *options, "--policy", "dense", "--policy", "window"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "smoke", "--model", ""],
+        ["run", "smoke", "--data", " "],
+        ["leaderboard", "--out", ""],
+        ["check", "--baseline", "b", "--results", ""],
+        ["compare", "a", ""],
+        ["records", "export", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_argument_is_a_mistake(command, tmp_path):
+    """Of an unset shell variable, say: it would mean the current folder, or silently the default."""
+    done = bench(*command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is empty" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow("measures suites")
+def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, asked, monkeypatch):
+    first = bench(*asked, cwd=tmp_path)
+    head, *rows = (line.split("\t") for line in first.stdout.splitlines())
+    assert head == ["policy", "capacity", "figure", "kv_bytes", "tokens/s", "status", "cell"]
+    assert len(rows) == 2
+    assert re.search(r"^\[1/2\] dense: perplexity", first.stderr, re.M)
+    assert re.search(r"^window +\S+ +16.5 KiB  ok$", first.stderr, re.M)
+    assert first.stderr.endswith(
+        "Records: results\nPages: results/index.html and results/README.md, written by: bench leaderboard\n"
+    )
+    again = bench(*asked, cwd=tmp_path)
+    assert again.stdout == first.stdout
+    assert again.stderr.splitlines()[0] == "2 cells were finished before and skipped (--fresh measures them again)"
+    for folder, code in (("results", 0), ("elsewhere", 2)):
+        monkeypatch.setenv("BENCH_RESULTS", folder)
+        for verb in (["records", "verify"], ["leaderboard"], ["records", "export", "flat.csv"]):
+            assert bench(*verb, cwd=tmp_path).returncode == code

@@ -1,14 +1,13 @@
-"""Published records are those of the working folder, to the byte; what is damaged is named in one line."""
+"""Published records are those of the working folder, to the byte; what is damaged is named in one line; and their review."""
 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from kvbench.harness.records import Problem, RecordStore, publish
 from kvbench.harness.records.beside import open_trace
 from kvbench.harness.report.sources import find_trace, open_records
 from kvbench.harness.report.verify import problems
+from kvbench.harness.run.request import RunRequest
 
 BYTES = {"kv_bytes": 0, "state_bytes": 0}
 
@@ -53,17 +53,6 @@ def test_published_and_written_again_every_file_is_the_same(tmp_path):
     before = files_of(tmp_path / "published")
     assert set(publish(working, tmp_path / "published", arrays=True).values()) == {0}
     assert files_of(tmp_path / "published") == before
-
-
-def test_lines_are_sorted_and_short_and_values_are_found_with_pandas():
-    lines = (RECORDS / "budget.jsonl").read_text(encoding="utf-8").splitlines()
-    values = [json.loads(line) for line in lines]
-    assert values == sorted(values, key=lambda v: (v["cell_id"], v["key"]))
-    assert max(map(len, lines)) < 3000
-    frame = pd.read_parquet(RECORDS / "budget.parquet")
-    for _, made in RecordStore(RECORDS / "budget.jsonl").files():
-        row = frame[(frame.cell_id == made.cell_id) & (frame.name == "metrics.blocks.nll_sum")].iloc[0]
-        assert (row["values"] / 10**row.decimals).tolist() == made.metrics.blocks.nll_sum
 
 
 NUMBERS = [*([x] * 16 for x in (1, 0.1, -0.0, 1 / 3, 1e18, 1.0, 1 - 2**63, True)), [1, 1.0] * 8, [0.1] * 15]
@@ -97,26 +86,6 @@ def test_every_command_reads_both_forms(answered, capsys):
     assert store.finished(edit(record(), cell={"seed": 1})) is None
     finished = datetime.datetime.fromisoformat(made.finished)
     assert datetime.datetime.fromisoformat(store.stamp(made, finished - datetime.timedelta(hours=1))) > finished
-
-
-def test_pages_of_one_suites_file_need_a_place(answered, tmp_path, capsys):
-    file = answered[2] / "s.jsonl"
-    code, _, said = bench(capsys, "leaderboard", "--results", file)
-    assert (code, said) == (Exit.MISTAKE, f"bench: {file}: the records of one suite: say with --out where the pages go\n")
-    assert bench(capsys, "leaderboard", "--results", file, "--out", tmp_path / "pages.md")[0] == 0
-
-
-def test_a_revision_has_both_files_of_a_suite(answered, tmp_path, monkeypatch):
-    made, _, published = answered
-    shutil.copytree(published, tmp_path / "repository/leaderboard/records")
-    monkeypatch.chdir(tmp_path / "repository")
-    author = ["-c", "user.name=me", "-c", "user.email=me@localhost"]
-    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "records"]):
-        subprocess.run(["git", *command], check=True)
-    for source in ("HEAD", "HEAD:leaderboard/records/s.jsonl"):
-        with open_records(source) as (records, folder):
-            assert records == [made]
-            assert find_trace(made, folder) is not None
 
 
 def test_the_newer_of_two_measurements_stays_and_other_keys_join(tmp_path):
@@ -160,13 +129,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def others(path: Path) -> None:
-    frame = pd.read_parquet(path)
-    frame["record"] = "x"
-    frame["name"] = [f"{n}" for n in range(len(frame))]
-    frame.to_parquet(path)
-
-
 def twice(path: Path) -> None:
     frame = pd.read_parquet(path)
     pd.concat([frame, frame]).to_parquet(path)
@@ -177,11 +139,6 @@ def rename(path: Path) -> None:
         file.rename(file.with_stem("t"))
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def text(change):
     """Change a file's text."""
     return lambda path: path.write_text(change(path.read_text()))
@@ -190,15 +147,9 @@ def text(change):
 DAMAGED = {  # the file that is damaged, how, the path of the problem, and its reason
     "no parquet": ("s.parquet", Path.unlink, "s.jsonl", "s.parquet is missing"),
     "parquet cut": ("s.parquet", cut, "s.parquet", "not readable as the Parquet file of s.jsonl"),
-    "parquet empty": ("s.parquet", lambda path: path.write_bytes(b""), "s.parquet", "not readable as the Parquet file"),
-    "other columns": ("s.parquet", pd.DataFrame({"x": [1]}).to_parquet, "s.parquet", "not readable as the Parquet file"),
     "rows twice": ("s.parquet", twice, "s.parquet", "two rows of the same record and name"),
-    "rows of others": ("s.parquet", others, "s.jsonl:1", "is missing in s.parquet"),
-    "a pipe": ("s.parquet", pipe, "s.parquet", "not a regular file"),
     "no line": ("s.jsonl", text(lambda _: ""), "s.jsonl", "holds no records"),
-    "a line cut": ("s.jsonl", cut, "s.jsonl:1", "not readable as JSON"),
     "a merge": ("s.jsonl", text(lambda lines: lines + "<<<<<<< HEAD\n"), "s.jsonl:2", "not readable as JSON"),
-    "a list": ("s.jsonl", text(lambda lines: lines + "[1]\n"), "s.jsonl:2", "not a record"),
     "a line twice": ("s.jsonl", text(lambda lines: 2 * lines), "s.jsonl:2", "the same cell and key as s.jsonl:1"),
     "renamed": ("s.jsonl", rename, "t.jsonl:1", "belongs into s.jsonl"),
 }
@@ -227,3 +178,57 @@ def test_a_published_trace_that_was_changed_is_found(answered):
     assert "has changed since it was measured" in found
     assert isinstance(RecordStore(published).read_all()[1], list)
     assert not any(isinstance(x, Problem) for _, x in RecordStore(published).files())
+
+
+FILE = Path(__file__).parents[1] / "tools" / "review.py"
+
+
+@pytest.fixture(scope="module")
+def review():
+    spec = importlib.util.spec_from_file_location("review", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder with the record of one cell of quickstart, of a few seconds."""
+    request = RunRequest("quickstart", threads=1)
+    cell = next(c for c in request.cells() if c.task.name == "streameval" and c.label.startswith("h2o"))
+    folder = tmp_path_factory.mktemp("measured")
+    request.measure(folder, [cell])
+    return folder
+
+
+@pytest.fixture
+def reviewed(review, measured, tmp_path, monkeypatch, capsys):
+    """Reviews the record after an edit of its JSON; returns exit code and output."""
+
+    def run(edit=lambda record: None):
+        results = tmp_path / "results"
+        shutil.copytree(measured, results)
+        (file,) = results.rglob("*.json")
+        record = json.loads(file.read_text())
+        edit(record)
+        file.write_text(json.dumps(record))
+        (tmp_path / "base").mkdir()
+        arguments = ["review", "--base", str(tmp_path / "base"), "--results", str(results), "--sample", "1"]
+        monkeypatch.setattr("sys.argv", arguments)
+        return review.main(), capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.slow("measures a cell twice")
+def test_a_right_record_is_measured_again_and_agrees(reviewed):
+    code, out = reviewed()
+    assert (code, out.splitlines()[-1]) == (0, "1 records are new or changed, 1 measured again, 0 problems")
+
+
+@pytest.mark.slow("measures a cell twice")
+def test_another_answer_is_found_by_measuring_again(review, reviewed, monkeypatch):
+    monkeypatch.setattr(review.verify, "problems", lambda record, folder: [])  # forged in every file
+    code, out = reviewed(lambda record: record["metrics"].update(accuracy=record["metrics"]["accuracy"] - 0.1))
+    assert code == 1
+    assert "accuracy is" in out

@@ -1,17 +1,28 @@
-"""The Python interface: `docs/python.md` is run as it stands, and what a notebook's policies need."""
+"""The Python interface, frames for papers, and the commands of README and documentation."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from conftest import bench
+from stored import RECORDS
+from test_closing import measured
 
-from kvbench import CacheView, Policy, Records, load_records, run
+from kvbench import CacheView, Policy, Records, compare, load_records, losses, run
+from kvbench.harness.report import feed
+from kvbench.harness.report.doubts import with_doubts
 from kvbench.policies.h2o import H2O
 
 ROOT = Path(__file__).parents[1]
@@ -85,16 +96,124 @@ def test_a_class_without_a_file_has_a_digest_of_its_own_text(tmp_path):
     assert first == again != other
 
 
-@pytest.mark.slow("processes of its own")
-def test_a_class_of_the_program_itself_fails_where_another_process_measures(tmp_path):
-    code = """
-from kvbench import Policy, run
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = {re.search(r"class (\w+)\(Policy\)", code)[1]: code for code in re.findall(r"```python\n(.*?)```", README, re.S)}
 
-class Mine(Policy):
-    def importance(self, view):
-        return view.position.float()
-(record,) = run("memory-cpu", policies=Mine, capacity=64, tokens=256, device="cpu", threads=1, progress=False)
-print(record.status, record.error.message)
-"""
-    printed = main_module(code, tmp_path)
-    assert printed.startswith("failed it is measured in another process, which can't import Mine: ")
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow("measures suites")
+def test_its_command_measures_its_policy(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("small_keys.py").write_text(CODE["SmallKeys"])
+    command = re.search(r"^bench (run smoke (?:.*\\\n)*.*)$", README, re.M)[1].replace("\\\n", "").split()
+    code, out, _ = bench(capsys, *command, "--results", "results")
+    assert code == 0
+    assert all(name in out for name in ("SmallKeys", "sink_window"))
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch) -> dict[str, list[str]]:
+    """The settings in the commands of the guides, by policy. The current directory has the files of their examples."""
+    monkeypatch.chdir(tmp_path)
+    text = page("write-a-policy.md") + page("write-a-statistic.md")
+    classes = {re.search(r"class (\w+)\((?:Policy|Composed)\)", c)[1]: c for c in re.findall(r"```python\n(.*?)```", text, re.S)}
+    found = {}
+    for file, name, settings in re.findall(r"^bench policy check (\w+\.py):(\w+)(.*)$", text, re.M):
+        Path(file).write_text(classes.pop(name))
+        found[f"{file}:{name}"] = re.findall(r"--set (\S+)", settings)
+    assert classes == {}, "each example has a command that checks it"
+    return found
+
+
+@pytest.mark.slow("measures suites")
+def test_the_examples_of_every_kind_are_measured(written, capsys):
+    """By the suite beside them, at every moment of eviction."""
+    suite = re.search(r"```yaml\n(.*?)```", page("write-a-policy.md"), re.S)[1]
+    Path("mine.yaml").write_text(suite)
+    shorter = ("--set", "tokens=128", "--set", "prompt=72")
+    code, out, _ = bench(capsys, "run", "mine.yaml", *shorter, "--results", "results", "--json")
+    assert code == 0
+    records = json.loads(out)
+    assert all(r["status"] == "ok" for r in records)
+    assert {r["cell"]["policy"] for r in records} == {"random", *written}
+    assert len(records) == 3 * (1 + 1 + 2)
+
+
+LOST = {"value": "loss", "low": "low", "high": "high", "to_name": "reference"}
+
+
+@cache
+def published():
+    return feed.feed(load_records(RECORDS / "budget.jsonl"))["questions"]
+
+
+@pytest.fixture(scope="module")
+def records():
+    return load_records(RECORDS / "budget.jsonl")
+
+
+@pytest.fixture(scope="module")
+def frame(records):
+    return losses(records)
+
+
+def all_rows():
+    return [
+        row
+        for question in published()
+        for row in [*(row for budget in question["budgets"] for row in budget["rows"]), *question["references"]]
+    ]
+
+
+def test_the_frame_has_every_row_of_the_feed_with_its_figures(frame):
+    assert len(frame) == len(all_rows())
+    for (_, made), row in zip(frame.iterrows(), all_rows(), strict=True):
+        assert [made.policy, made.kind, made.status] == [row["name"], row["kind"], row["status"]]
+        for name in ("perplexity", "kv_bytes", "kv_share", "ms"):
+            assert same(made[name], row[name]), name
+        assert same(made.capacity, row["capacity"])
+        assert all(map(same, (made.best_rank, made.worst_rank), row["rank"] or (None, None)))
+        assert all(same(made[column], (row["loss"] or {}).get(key)) for key, column in LOST.items())
+        right = row["answers"][0]["share"] if row["answers"] and made.unit == "points" else None
+        assert same(made.right, None if right is None else 100 * right)
+
+
+def same(value, other) -> bool:
+    return pd.isna(value) if other is None else value == other
+
+
+def test_a_comparison_has_the_intervals_of_the_page(records):
+    """Which are corrected for all pairs of the budget."""
+    at_64 = [r for r in records if r.cell.capacity == 64 and r.cell.task.name == "perplexity"]
+    compared = 0
+    for question in feed.feed(with_doubts(at_64))["questions"]:
+        for budget in question["budgets"]:
+            names = [row["name"] for row in budget["rows"]]
+            for (first, second), ends in zip(itertools.combinations(names, 2), budget["pairs"], strict=True):
+                if second == "h2o":
+                    made = compare(at_64, "h2o", first)
+                    (made,) = made[made.subject == question["subject"]][["loss", "low", "high"]].to_numpy()
+                    assert list(made) == pytest.approx([100 * math.expm1(x) for x in ends], rel=1e-3, abs=1e-2)
+                    compared += 1
+    assert compared > 1
+
+
+def test_a_name_is_that_of_a_row_or_of_a_policy():
+    seeds = [measured("random", 2.0 + seed / 10, parameters={"sinks": seed}) for seed in (1, 2)]
+    both = [measured("dense", 1.9, None), *seeds, measured("h2o", 2.05)]
+    every = compare(both, "random", "h2o")
+    assert [*every.policy] == ["random (sinks 1)", "random (sinks 2)"]
+    one = compare(both, "random (sinks 2)", "h2o")
+    assert [*one.policy] == ["random (sinks 2)"]
+    assert [*one.verdict] == ["worse"]
+    back = compare(both, "h2o", "random (sinks 2)")
+    assert [*back.verdict] == ["better"]
+    assert back.interval[0].startswith("-")
+    assert back.interval[0].isascii(), "pdfLaTeX has no minus sign"
+    assert (1 + one.loss[0] / 100) * (1 + back.loss[0] / 100) == pytest.approx(1)
+    other = measured("h2o", 2.1, parameters={"window": 4})
+    assert {*compare([*both, other], "h2o", "dense").policy} == {"h2o"}, "where a row has exactly that name"
+    assert [*compare(both, "dense", "h2o").capacity] == [8], "of the cache, for a reference has none"

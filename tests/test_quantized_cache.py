@@ -53,14 +53,6 @@ def test_a_group_of_all_channels_on_axis_0_is_a_token_and_head_as_ours(quanto, b
         assert (held.dequantize() - x).abs().max() > 0.01, "nothing was coded"
 
 
-def test_on_the_last_axis_a_group_is_of_one_channel_and_runs_on_from_head_to_head(quanto):
-    """8 tokens a head and groups of 16: each holds two heads, and KIVI's never do."""
-    layer, keys, _ = stored(axis_key=-1)
-    channels = keys.movedim(-1, 0).reshape(16, -1, 16)
-    ours = decoded(*encoded(channels, Codec("int4", 16)), 4).reshape(16, *SHAPE[:3]).movedim(0, -1)
-    assert (layer._quantized_keys.dequantize() - ours).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("bits", [4, 2])
 def test_bytes_are_of_codes_and_scales_and_of_the_tokens_that_are_not_coded_yet(quanto, bits):
     """The first block is coded at once; 16 later tokens together, with all before; so 10 of 60 are still floats."""
@@ -72,23 +64,6 @@ def test_bytes_are_of_codes_and_scales_and_of_the_tokens_that_are_not_coded_yet(
     assert read.kv_bytes == read.held_bytes == vectors * (50 * Codec(f"int{bits}", 16).bytes_of(16, 4) + 10 * 16 * 4)
     assert read.slots == (60, 60)
     assert opened(nbits=bits, q_group_size=16).config.policy.code.startswith("optimum-quanto ")
-
-
-def test_coding_again_what_was_coded_changes_nothing_but_rounding(quanto):
-    layer, keys, _ = stored()
-    first = layer._quantized_keys.dequantize()
-    again = layer._quantize(first.contiguous(), axis=0).dequantize()
-    assert (first - keys).abs().max() > 0
-    assert (again - first).abs().max() < 1e-5
-
-
-def test_a_fork_shares_nothing_with_what_it_was_forked_from(quanto):
-    tokens = tokens_of(40)
-    read = opened(q_group_size=16, residual_length=16)
-    read(tokens[:, :20])
-    fork = read.fork([0])
-    expected = read(tokens[:, 20:])
-    assert torch.equal(fork(tokens[:, 20:]), expected)
 
 
 def test_a_fork_of_some_streams_holds_the_bytes_of_these(quanto):

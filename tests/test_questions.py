@@ -1,8 +1,9 @@
-"""Where a question begins in a prompt, so that a prompt can be cut before the policy has seen it."""
+"""Where a question begins in a prompt, and the questions of kvbench_recall: each answer follows from its text."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import lm_eval
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from conftest import bench
 
+from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.records import RecordStore
 from kvbench.harness.tasks.lm_eval.measure import question_start
@@ -38,8 +40,6 @@ def test_longbenchs_questions_begin_where_the_context_ends(file):
 RULER = {
     "niah_single_1": "A special magic number is hidden within the following text.\nText. What is the special magic number?\n"
     "More text.|\nWhat is the special magic number for x mentioned in the provided text? The special magic number for x is",
-    "niah_multivalue": "Some special magic numbers are hidden.\nText.|\nWhat are all the special magic numbers for x mentioned "
-    "in the provided text? The special magic numbers for x mentioned in the provided text are",
     "ruler_vt": "Memorize.\n\nVAR X = 1\nQuestion: Find all variables of an example. Answer: X\n\nVAR A = 2|\nQuestion: Find all "
     "variables that are assigned the value 2 in the text above.",
     "ruler_qa_squad": "Answer the question.\n\nDocument 1:\nText.\n\nAnswer the question.\n|\nQuestion: Who?",
@@ -52,36 +52,26 @@ def test_rulers_questions_begin_where_they_are_asked(task):
     assert question_start(before + question, task, {}) == len(before)
 
 
-@pytest.mark.parametrize("task", ["kvbench_registers", "kvbench_cloze", "kvbench_cloze_said"])
-def test_our_tasks_have_a_question_and_a_context_before_it(task):
-    loaded = catalogue.task(task, 0, 1234, [], {})["tasks"][task]
-    for document in list(loaded.test_docs())[:50]:
-        start = question_start(document["text"], task, document)
-        before, question = document["text"][:start], document["text"][start:]
-        if task == "kvbench_registers":
-            assert question.startswith("\nQuestion: What is the REGISTER_CONTENT of line")
-            assert before.count("REGISTER_CONTENT is") == 3
-        else:
-            assert len(before) > 500
-            assert before[-1] in ".!?"
-            assert not set(question) & set(".!?")
-
-
 @pytest.mark.parametrize(
-    ("prompt", "task", "document", "pattern", "says"),
+    ("prompt", "task", "document", "pattern"),
     [
-        ("A text", "arc_easy", {}, None, "arc_easy: where does the question begin? it has no context before it"),
-        ("A text", "longbench_x", {"context": "Another"}, None, "it has no context before it"),
-        ("A text", "longbench_x", {"context": "A text"}, None, "it has no context before it"),
-        ("A text", "ruler_vt", {}, None, r"nothing before its end matches '\\nQuestion: '"),
-        ("Question: all of it", "arc_easy", {}, "Question", "nothing before its end matches 'Question'"),
-        ("A text", "arc_easy", {"context": "A"}, "$", r"nothing before its end matches '\$'"),
+        ("A text", "arc_easy", {}, None),
+        ("A text", "longbench_x", {"context": "Another"}, None),
+        ("A text", "ruler_vt", {}, None),
+        ("Question: all of it", "arc_easy", {}, "Question"),
     ],
 )
-def test_a_prompt_without_a_question_is_refused(prompt, task, document, pattern, says):
-    with pytest.raises(ValueError, match="give question_from: REGEX") as caught:
+def test_a_prompt_without_a_question_is_refused(prompt, task, document, pattern):
+    with pytest.raises(ValueError, match="give question_from: REGEX"):
         question_start(prompt, task, document, pattern)
-    assert says.replace(r"\$", "$") in str(caught.value)
+
+
+def test_our_tasks_have_a_question_and_a_context_before_it():
+    for task, opening in (("kvbench_registers", "\nQuestion: What is the REGISTER_CONTENT of line"), ("kvbench_cloze", " ")):
+        for document in list(catalogue.task(task, 0, 1234, [], {})["tasks"][task].test_docs())[:50]:
+            start = question_start(document["text"], task, document)
+            assert document["text"][start:].startswith(opening)
+            assert start > len(document["text"]) / 2
 
 
 def _logprobs(said: list[list[list]]) -> list[float]:
@@ -118,3 +108,69 @@ def test_questions_that_are_not_seen_change_what_a_cut_prompt_knows_and_nothing_
         assert seen == pytest.approx(unseen, abs=1e-3)
     assert seen != pytest.approx(_logprobs(said["kvbench_registers", "h2o", "prompt", None]), abs=1e-2)
     assert said["kvbench_registers", "h2o", "prompt", None] != said["kvbench_registers", "h2o", "prompt", "unseen"]
+
+
+def documents(kind: str) -> list[dict]:
+    name = f"kvbench_{kind}"
+    loaded = catalogue.task(name, 0, 1234, [], {})["tasks"][name]
+    assert len(list(loaded.training_docs())) == 50
+    return list(loaded.test_docs())
+
+
+def parts(kind: str, document: dict) -> tuple[str, str]:
+    """Text and question."""
+    start = question_start(document["text"], f"kvbench_{kind}", document)
+    return document["text"][:start], document["text"][start:]
+
+
+def told(text: str) -> list[str]:
+    """Names of the keys, in the order in which they are told."""
+    return re.findall(r"^#(\d+) = ", text, re.M)
+
+
+@pytest.mark.parametrize("kind", ["recent", "once", "popular", "distracted", "values"])
+def test_a_key_is_told_once_and_asked_for_at_the_end(kind):
+    for document in documents(kind):
+        text, question = parts(kind, document)
+        key = re.fullmatch(r"\nQuestion: What is #(\d+)\?\nAnswer:", question)[1]
+        assert re.findall(rf"^#{key} = (.*)$", text, re.M) == [document["answer"]]
+        assert len(document["answer"].split()) == (4 if kind == "values" else 1)
+        keys = told(text)
+        assert len(keys) == len(set(keys)) == 40
+        assert keys.index(key) >= 35 if kind == "recent" else keys.index(key) < 20
+        asked = re.findall(r"What is #(\d+)\?\nAnswer: (\d+)$", text, re.M)
+        assert len(asked) == (10 if kind in ("popular", "distracted") else 0)
+        assert all(f"#{name} = {value}\n" in text.split(f"What is #{name}?")[0] for name, value in asked)
+        assert (key in dict(asked)) == (kind == "popular")
+
+
+def test_a_chain_takes_two_look_ups():
+    for document in documents("chain"):
+        text, question = parts("chain", document)
+        key = re.fullmatch(r"\nQuestion: What does #(\d+) lead to\?\nAnswer:", question)[1]
+        (other,) = re.findall(rf"^#{key} = #(\d+)$", text, re.M)
+        (value,) = re.findall(rf"^#{other} = (\d+)$", text, re.M)
+        assert document["answer"] == f"{other} {value}"
+        assert len(told(text)) == 40
+
+
+def test_a_needle_stands_once_in_the_first_half_of_prose():
+    for document in documents("needle"):
+        text, question = parts("needle", document)
+        place = re.fullmatch(r"\nQuestion: What is the secret number of (\w+)\?\nAnswer:", question)[1]
+        sentence = f"The secret number of {place} = {document['answer']}."
+        assert text.count(sentence) == 1
+        assert text.index(sentence) < 0.7 * len(text)
+        assert len(re.findall(r"\d", text)) == len(document["answer"])
+
+
+def test_a_depth_is_the_place_of_what_was_told():
+    for kind in KINDS:
+        for document in documents(kind):
+            text = document["text"][round(document["depth"] * len(parts(kind, document)[0])) :]
+            assert 0 <= document["depth"] < 1
+            if kind in ("recent", "once", "popular", "distracted"):
+                assert document["answer"] in text[:40]
+    anywhere = documents("anywhere")
+    tenths = [min(9, int(10 * d["depth"])) for d in anywhere]
+    assert all(10 <= tenths.count(tenth) <= 32 for tenth in range(10))

@@ -39,10 +39,7 @@ def test_a_finished_cell_is_found_only_with_its_key_and_its_trace(tmp_path: Path
     assert store.finished(made) is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "{}", '{"version": 1}', '{"version": "x"}', json.dumps({"version": RECORD_VERSION + 1}), '{"hello": 1}'],
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": "x"}', json.dumps({"version": RECORD_VERSION + 1})])
 def test_a_file_that_is_no_record_is_named_and_skipped(tmp_path: Path, text: str):
     store = RecordStore(tmp_path)
     store.write(record())
@@ -70,21 +67,15 @@ def spoiled(folder: Path, change) -> Problem | Record:
     ("way", "value", "says"),
     [
         ("cell.limit", float("nan"), "JSON"),
-        ("cell.capacity", "8", "cell.capacity"),
         ("cell.capacity", 0, "cell.capacity"),
         ("cell.model.dtype", None, "cell.model.dtype"),
-        ("cell.parameters", [], "cell.parameters"),
         ("cell.parameters.x", 10**30, "cell.parameters.x"),
         ("cell.task.stride", "1", "cell.task.stride"),
-        ("metrics.nll", None, "nll"),
         ("metrics.nll", 1e300, "nll"),
         ("metrics.kv_bytes", -1, "kv_bytes"),
         ("metrics.blocks.tokens", [1], "blocks"),
-        ("metrics.texts", None, "texts"),
-        ("metrics.flags", "x", "flags"),
         ("metrics.unknown", [1e400], "unknown"),
         ("data.prefix", 3, "data.prefix"),
-        ("facts.versions", ["1"], "facts.versions"),
         ("trace", {"file": "../../x.nll.npy", "sha256": "a" * 64}, "trace.file"),
         ("key", "../../x", "key"),
         ("finished", "yesterday", "finished"),
@@ -168,21 +159,11 @@ def test_the_newest_record_of_a_cell_is_shown():
     assert newest([new, old]) == [new]
 
 
-def test_the_page_is_the_same_for_the_same_records_in_any_order():
-    records = [record("dense", None, 1.9), record("recompute_window"), record("h2o", 8, 2.1), record("h2o", 16, 2.05)]
-    assert section(records[0], records) == section(records[0], records[::-1])
-
-
 def test_differences_are_paired_and_after_the_cache_filled():
     page = section(record("dense", None, 1.9), [record("recompute_window", 8, 2.0), record("h2o", 8, 2.1)]).text
     row = next(line for line in page.splitlines() if line.startswith("| h2o"))
     assert "+0.1000 [+0.1000, +0.1000]" in row, "the same noise on both sides leaves no width"
     assert "640 B" in row
-
-
-def test_a_failed_cell_is_shown_as_failed():
-    failed = record(status="failed", error={"kind": "out of memory", "message": "x"}, metrics={})
-    assert "**failed**: out of memory" in section(failed, []).text
 
 
 def test_nothing_in_a_record_can_be_markup():

@@ -1,4 +1,4 @@
-"""A text cut into streams that are read together: each gives the same results as alone."""
+"""Streams of a text that are read together, all or some at once: each gives the same results as alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch
 from conftest import model_of
 from factories import chooser, edit, record
 from reference import ListBackend
+from test_suite import GOOD, load
 
 from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records.aggregates import scored_mask
 from kvbench.harness.report.pairing import paired
+from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.dense import Dense
@@ -104,16 +106,6 @@ def test_all_moments_of_eviction_score_what_follows_the_prompt_and_nothing_else(
     )
 
 
-@pytest.mark.parametrize("prompt", [1, 31, 198, 199])
-@pytest.mark.parametrize("policy", [H2O(), SinkWindow(2), Dense(), RecomputeWindow()], ids=lambda p: type(p).__name__)
-def test_a_prompt_changes_no_nll_where_every_step_evicts(policy, prompt, tmp_path):
-    text = text_of(200, 1)
-    _, whole = measured(text, policy, tmp_path)
-    metrics, nll = measured(text, policy, tmp_path, prompt=prompt)
-    np.testing.assert_allclose(nll[1 + prompt :], whole[1 + prompt :], atol=1e-4)
-    assert metrics["tokens"] == 200 - prompt
-
-
 def test_a_prompt_cut_at_its_end_is_scored_as_if_what_went_were_masked(tmp_path):
     """The first token after the prompt is scored under full attention; the others see what was kept, and all that came since."""
     text, model = text_of(60, 1), model_of("llama")
@@ -137,14 +129,6 @@ def at(lists: ListBackend, step: int) -> ListBackend:
     return lists
 
 
-def test_strides_begin_after_the_prompt(tmp_path):
-    text = text_of(200, 1)
-    sparse, nll = measured(text, RecomputeWindow(), tmp_path, streams=4, stride=7, prompt=20)
-    full, _ = measured(text, H2O(), tmp_path, streams=4, stride=7, prompt=20)
-    assert np.flatnonzero(np.isfinite(nll)).tolist() == [1 + 50 * b + t for b in range(4) for t in range(20, 50, 7)]
-    assert full["on_stride"]["tokens"] == sparse["blocks"]["tokens"]
-
-
 def test_bytes_held_are_those_of_the_tokens_and_bytes_allocated_those_of_the_slots(tmp_path):
     text, per_token = text_of(200, 1), model_of("llama").kv_bytes(0)
     for policy, evict, held, slots in [(H2O(), 1, 12, 13), (H2O(), 5, 12 + (200 - 12) % 5, 17), (RecomputeWindow(), 1, 0, 0)]:
@@ -154,3 +138,58 @@ def test_bytes_held_are_those_of_the_tokens_and_bytes_allocated_those_of_the_slo
     assert grown["kv_held_bytes"] == (12 + 200 - 41) * per_token <= grown["kv_bytes"]
     dense, _ = measured(text, Dense(), tmp_path)
     assert dense["kv_held_bytes"] == 200 * per_token < dense["kv_bytes"] == 256 * per_token
+
+
+@pytest.mark.parametrize("policy", [H2O(), RecomputeWindow()], ids=lambda p: type(p).__name__)
+def test_a_prompt_changes_no_nll_where_every_step_evicts(policy, tmp_path):
+    text = text_of(200, 1)
+    _, whole = measured(text, policy, tmp_path)
+    metrics, nll = measured(text, policy, tmp_path, prompt=31)
+    np.testing.assert_allclose(nll[32:], whole[32:], atol=1e-4)
+    assert metrics["tokens"] == 200 - 31
+
+
+SUITE = """
+suite: side
+version: 1
+model: {id: "builtin:sink_1"}
+task: {name: perplexity, data: prose, tokens: 700, streams: 7}
+policies: [dense, {name: h2o, capacity: 16}, {name: recompute_window, capacity: 16}]
+"""
+
+
+def suite_at_once(tmp_path, name: str, option: str):
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(SUITE.replace("streams: 7", f"streams: 7{option}"))
+    request = RunRequest(str(path), threads=1, device="cpu")
+    records = request.measure(tmp_path / name, request.cells(), progress=False)
+    traces = [np.load(next((tmp_path / name).rglob(r.trace.file))) for r in records]
+    return records, traces
+
+
+@pytest.fixture(scope="module")
+def all_at_once(tmp_path_factory):
+    return suite_at_once(tmp_path_factory.mktemp("all"), "all", "")
+
+
+@pytest.mark.slow("measures suites")
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_number_at_once_changes_no_figure(count, all_at_once, tmp_path):
+    records, traces = suite_at_once(tmp_path, "side", f", side_by_side: {count}")
+    for made, trace, other, theirs in zip(records, traces, *all_at_once, strict=True):
+        assert made.status == "ok", made.error
+        assert (made.cell_id, made.key) == (other.cell_id, other.key)
+        np.testing.assert_allclose(trace, theirs, atol=1e-5)
+        ours, wanted = made.metrics.as_json(), other.metrics.as_json()
+        assert ours["nll"] == pytest.approx(wanted["nll"], abs=1e-5)
+        names = ("kv_bytes", "kv_held_bytes", "state_bytes", "tokens")
+        assert [ours[n] for n in names] == [wanted[n] for n in names]
+        assert other.facts.side_by_side is None
+        assert made.facts.side_by_side.streams == count
+
+
+def test_the_number_at_once_is_no_part_of_the_cell(tmp_path):
+    plain = load(tmp_path, GOOD.replace("tokens: 100", "tokens: 100, streams: 4"))
+    side = load(tmp_path, GOOD.replace("tokens: 100", "tokens: 100, streams: 4, side_by_side: 3"))
+    assert [c.id for c in plain] == [c.id for c in side]
+    assert "side_by_side" not in side[0].as_json()["task"]

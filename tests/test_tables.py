@@ -1,4 +1,4 @@
-"""Tables: ranks, one machine in a row, and failures in a word."""
+"""Tables: ranks, one machine in a row, failures in a word; and published figures beside ours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from factories import cell_record, edit, record
 
+from kvbench.harness.report import paper
 from kvbench.harness.report.doubts import faults
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.rows import rows
@@ -31,29 +32,9 @@ def alone(policy, capacity, nll, **changes):
 
 def step(policy, rounds, capacity=8, together="x", **facts):
     """A latency record."""
-    ms = float(np.median(rounds))
-    metrics = {
-        "step_ms": ms,
-        "rounds_ms": list(rounds),
-        "together": together,
-        "error": 0.1,
-        "percentiles_ms": {},
-        "tokens_per_second": 1e3,
-        "curve": [{"position": 64, "step_ms": ms, "error": 0.1, "used_slots": 9, "attended_slots": 9}],
-        "first_token_ms": 1.0,
-        "first_token_error": 0.1,
-        "bookkeeping_share": 0.1,
-        "over_roofline": 2.0,
-        "kv_bytes": 640,
-        "state_bytes": 64,
-        "device": {"bandwidth": 1e9, "multiply_rate": 1e12},
-    }
-    task = {"name": "latency", "batch": 1, "tokens": 64}
-    what = {"suite": "s", "model": "m", "policy": policy, "parameters": {}, "capacity": capacity, "task": task}
-    found = cell_record(metrics, **what)
-    edit(found, cell={"model": record().cell.as_json()["model"]})
-    edit(found, facts=facts)
-    return found
+    metrics = {"step_ms": float(np.median(rounds)), "rounds_ms": list(rounds), "together": together}
+    found = cell_record(metrics, policy=policy, capacity=capacity, task={"name": "latency", "batch": 1, "tokens": 64})
+    return edit(found, facts=facts)
 
 
 def table_of(lines):
@@ -127,18 +108,6 @@ def test_no_row_of_a_section_joins_two_devices(task, axis, values):
     assert "CPU" not in section(same[0], same).text, "one device needs no name"
 
 
-def test_no_table_of_times_joins_two_ways_of_timing():
-    facts = {"device": "a CPU", "instructions": "AVX2"}
-    quality = [made(p, 8, 2.0, 640, facts=facts | {"threads": 1}) for p in ("good", "bad")]
-    two = [step("good", [1.0] * 6, threads=2, **facts), step("bad", [1.0] * 6, threads=4, **facts)]
-    asked = feed([*quality, *two])["questions"]
-    assert [question["machine"] for question in asked] == ["a CPU, threads 2, AVX2", "a CPU, threads 4, AVX2"]
-    timed = [[row["policy"] for row in question["budgets"][0]["rows"] if row["ms"]] for question in asked]
-    assert timed == [["good"], ["bad"]]
-    same = [step(p, [1.0] * 6, threads=2, **facts) for p in ("good", "bad")]
-    assert [question["machine"] for question in feed([*quality, *same])["questions"]] == ["a CPU"], "one machine needs no set-up"
-
-
 def test_failures_have_names():
     oom = record("x", 8, status="failed", error={"kind": "out of memory", "message": "x"}, metrics={})
     error = {"kind": "MeasurementError", "message": "NLL is not finite at 5"}
@@ -151,3 +120,58 @@ def test_failures_have_names():
         ["perplexity failed: NaN: NLL is not finite at 5"],
         ["unsettled"],
     ]
+
+
+def sink(sinks: int, perplexity: float, **changes):
+    what = {
+        "suite": "sinks-pythia",
+        "model": "EleutherAI/pythia-12b",
+        "policy": "sink_window",
+        "capacity": 2048,
+        "parameters": {"sinks": sinks, "window": 2048 - sinks},
+        "task": {"name": "perplexity", "tokens": 400000},
+    }
+    return cell_record({"perplexity": perplexity}, **(what | changes))
+
+
+def test_ours_stands_in_its_cell_with_the_difference():
+    page = paper.render([sink(0, 22.702), sink(4, 12.09)]).text
+    row = next(line for line in page.splitlines() if line.startswith("| Pythia-12B (2048)"))
+    assert "*21.62* → **22.7** (+5.0 %)" in row
+    assert "*12.09* → **12.09** (+0.0 %)" in row
+    assert row.count("**") == 4
+    assert "Not measured: 18 of 20 cells. `bench run sinks`; `bench run sinks-pythia`" in page
+    assert "Ours: a device." in page
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"capacity": 1024},
+        {"positions": "stream"},
+        {"task": {"name": "perplexity", "tokens": 4000}},
+    ],
+    ids=str,
+)
+def test_another_cell_is_not_taken_for_the_papers(changes):
+    page = paper.render([sink(4, 1.2345, **changes)]).text
+    row = next(line for line in page.splitlines() if line.startswith("| Pythia-12B (2048)"))
+    assert "1.23" not in row
+
+
+def test_a_failed_cell_and_other_models_are_shown_as_such():
+    failed = sink(4, 1.0)
+    failed = edit(failed, status="failed", error={"kind": "out of memory", "message": "x"}, without=["perplexity"])
+    page = paper.render([failed, sink(1, 58.25, model="<b>mine</b>")]).text
+    assert "**failed**: out of memory" in page
+    assert "58.25" in page
+    assert "<b>" not in page
+
+
+def test_latency_ratios_are_of_ours_and_never_against_dense():
+    what = {"suite": "latency", "model": "random:llama-2-13b", "capacity": 4096, "task": {"name": "latency", "batch": 1}}
+    slow = cell_record({"step_ms": 200.0}, policy="recompute_window", parameters={}, **what)
+    fast = cell_record({"step_ms": 10.0}, policy="sink_window", parameters={"sinks": 4}, **what)
+    page = paper.render([slow, fast]).text
+    row = next(line for line in page.splitlines() if "Llama-2-13B: recompute / sink + window" in line)
+    assert "*22.22* → **20** (-10.0 %)" in row

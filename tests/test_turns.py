@@ -16,17 +16,17 @@ from factories import cell_record
 from hypothesis import given
 from hypothesis import strategies as st
 from test_answering import job_of
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import registers, scbench
-from kvbench.harness.data.quiz import QuizData, quiz_data
+from kvbench.harness.data.quiz import QuizData
 from kvbench.harness.data.register_machine import WORDS
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
+from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.records import RecordStore
 from kvbench.harness.records.aggregates import answer_figures
-from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.tasks.turns import Turns, TurnsOptions, conversation
 from kvbench.lab.pretrain.tokenizer import of_words, wrapped
 from kvbench.policies.h2o import H2O
@@ -49,19 +49,7 @@ def words_dir(tmp_path_factory) -> Path:
     """A random model with the tokenizer of words."""
     folder = tmp_path_factory.mktemp("models") / "words"
     wrapped(of_words(WORDS), 1).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=261,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_model("llama", vocab_size=261, initializer_range=0.2, bos_token_id=0, eos_token_id=None).save_pretrained(folder)
     return folder
 
 
@@ -246,15 +234,6 @@ def test_kinds_turns_and_old_values_are_counted_from_the_trace(tmp_path):
     assert not {"kinds", "turns", "stale"} & set(answer_figures([{"right": True, "held": None, "reach": None}]))
 
 
-def test_scbenchs_answers_are_right_if_the_string_is_in_them(tmp_path):
-    trace = tmp_path / "x.answers.jsonl"
-    line = {"gold": "ab-12", "held": None, "reach": None, "turn": 1, "kind": "text"}
-    said = ["it is ab-12.\nbye", "ab-1\u20282", "ab-12"]
-    trace.write_text("".join(json.dumps(line | {"said": x}, ensure_ascii=False) + "\n" for x in said), encoding="utf-8")
-    record = cell_record({}, task={"name": "turns", "data": "scbench"})
-    assert Turns.from_trace(record, trace)["outcomes"] == "101", "a line separator in an answer ends no line of the trace"
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -311,83 +290,30 @@ def test_scbench_is_read_in_the_hubs_schema(published, tmp_path):
     lines = tmp_path / "scbench_kv.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows_of(3)))
     assert scbench.conversations("scbench_kv", 2, 3, lines)[1] == scripts
+    lines.write_text('{"context": "x", "multi_turns": [{"question": "y"}]}\n')
     for turns, contexts, folder, says in [
         (3, 1, published, "row 0 has 2 turns, not 3"),
         (2, 4, published, "has 3 contexts, not 4"),
         (1, 1, published / "nowhere", "no such directory"),
+        (1, 1, lines, "row 0 does not follow SCBench's schema"),
     ]:
         with pytest.raises(UserError, match=says):
             scbench.conversations("scbench_kv", turns, contexts, folder)
-    lines.write_text('{"context": "x", "multi_turns": [{"question": "y"}]}\n')
-    with pytest.raises(UserError, match="row 0 does not follow SCBench's schema"):
-        scbench.conversations("scbench_kv", 1, 1, lines)
-    lines.write_text('{"context": "x"}\n')
-    with pytest.raises(UserError, match="no column 'multi_turns'"):
-        scbench.conversations("scbench_kv", 1, 1, lines)
-
-
-def run_suite(name: str, folder: Path, *args: object) -> list[dict]:
-    """Measures a suite and writes its pages. -> its records."""
-    done = bench_in("run", name, "--results", folder, "--threads", 1, *args, cwd=folder.parent)
-    assert done.returncode == 0, done.stderr
-    pages = bench_in("leaderboard", "--results", folder, cwd=folder.parent)
-    assert pages.returncode == 0, pages.stderr
-    checked = bench_in("records", "verify", folder, cwd=folder.parent)
-    assert checked.returncode == 0, checked.stdout
-    assert "asked in turns" in (folder / "README.md").read_text(encoding="utf-8")
-    records = [json.loads(path.read_text()) for path in folder.rglob("*.json") if path.name != "feed.json"]
-    assert {r["status"] for r in records} == {"ok"}
-    return records
 
 
 def test_a_conversation_goes_from_a_suite_to_a_page(words_dir, tmp_path):
     """The suite that ships, shortened, on a random model."""
-    small = [
-        "--set",
-        "data=words",
-        "--set",
-        "turns=3",
-        "--set",
-        "streams=2",
-        "--set",
-        "capacity=24",
-        "--policy",
-        "dense",
-        "--policy",
-        "window",
-    ]
-    records = run_suite("turns", tmp_path / "results", "--model", words_dir, *small)
-    assert {r["cell"]["task"]["mode"] for r in records} == {"turns", "requests"}
-    metrics = AnswerMetrics.from_json(records[0]["metrics"])
-    assert sum(counts.questions for counts in (metrics.kinds or {}).values()) == 6
-    shown = bench_in("show", "table", records[0]["cell_id"][:12], "--results", tmp_path / "results", cwd=tmp_path)
+    small = "--set data=words --set turns=3 --set streams=2 --set capacity=24 --policy dense --policy window --results results"
+    for command in (
+        ("run", "turns", "--model", words_dir, *small.split(), "--threads", 1),
+        ("leaderboard",),
+        ("records", "verify"),
+    ):
+        done = bench_in(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr + done.stdout
+    assert "asked in turns" in (tmp_path / "results/README.md").read_text(encoding="utf-8")
+    records = RecordStore(tmp_path / "results").read_all()[0]
+    assert {(r.status, r.cell.task.mode) for r in records} == {("ok", "turns"), ("ok", "requests")}
+    assert sum(counts.questions for counts in records[0].metrics.kinds.values()) == 6
+    shown = bench_in("show", "table", records[0].cell_id[:12], cwd=tmp_path)
     assert "Percent right by the turn" in shown.stdout
-
-
-@PAIRED
-def test_one_turn_is_one_request(model, words, tmp_path, config):
-    turns, requests = (TurnsOptions(**SHORT | {"turns": 1, "streams": 5}, mode=mode) for mode in ("turns", "requests"))
-    runs = [answered(o, Turns.data(o, lambda: words, None), tmp_path, config, model) for o in (turns, requests)]
-    assert runs[0] == runs[1]
-
-
-def test_parts_that_come_alone_are_tokenised_alone():
-    """The border of a question and its answer may lie inside what would be one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    pairs = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", *"abcd ", "b "])}, [("b", " ")]))
-    pairs.pre_tokenizer = pre_tokenizers.Split(" x", "removed")
-    from transformers import PreTrainedTokenizerFast
-
-    from kvbench.harness.data.quiz import Script
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs)
-    script = Script("ab ", by_parts=True)
-    script.prompt = 3
-    script.ask("ab", "c", " c")
-    (made_quiz,) = quiz_data([script], "x", tokenizer).quizzes
-    (q,) = made_quiz.questions
-    assert (made_quiz.prompt, q.start, q.prompt_end, q.answer_end) == (2, 2, 4, 6)
-    script.by_parts = False
-    with pytest.raises(UserError, match="in one token"):
-        quiz_data([script], "x", tokenizer)

@@ -1,14 +1,13 @@
-"""Texts as users bring them: empty ones, other encodings, names of files, and tokenizers of other families."""
+"""Texts as users bring them: empty ones, other encodings, names of files, tokenizers of other families; and generated prose."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from factories import cell_record, edit
 from tokenizers import Tokenizer
@@ -19,6 +18,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.data import arc, pg19, tables
 from kvbench.harness.data.data_files import SPLITS
+from kvbench.harness.data.prose import Prose, fact_costs
 from kvbench.harness.data.stream import Text, opening, stream
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records.aggregates import nll_figures
@@ -143,20 +143,6 @@ def test_texts_without_scored_tokens_are_no_units_of_an_interval():
     assert units(blocks, 8, None, 0).tokens.tolist() == list(range(1, MIN_BLOCKS + 1))
 
 
-def test_untitled_rows_have_titles_of_their_own(tmp_path):
-    pq.write_table(pa.table({"title": ["Emma", None], "text": ["a", "b"]}), tmp_path / "named.parquet")
-    pq.write_table(pa.table({"text": ["c", "d", ""]}), tmp_path / "plain.parquet")
-    titles = [book.title for book in pg19.books("test", tmp_path)[1]]
-    assert titles == ["Emma", "named 2", "plain 1", "plain 2", "plain 3"]
-
-
-def test_texts_beside_parquet_are_left_out_aloud(tmp_path, capsys):
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "A.PARQUET")
-    (tmp_path / "b.txt").write_text("b")
-    assert [book.text for book in pg19.books("test", tmp_path)[1]] == ["a"]
-    assert "b.txt" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("paths", "read"),
     [
@@ -176,7 +162,51 @@ def test_a_subset_is_a_whole_name_inside_the_users_folder(paths, read, tmp_path)
     assert [str(path.relative_to(folder).with_suffix("")) for path in chosen] == read
 
 
-def test_ascii_in_utf16_without_a_mark_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_bytes("plain".encode("utf-16-le"))
-    with pytest.raises(UserError, match="byte 0x00 at offset 1"):
-        list(pg19.books("test", tmp_path)[1])
+@pytest.fixture(scope="module")
+def made():
+    prose = Prose(0)
+    return prose, prose.text(1_000_000)
+
+
+def test_the_same_seed_gives_the_same_text_however_it_is_asked_for():
+    prose = Prose(3)
+    pieces = "".join(prose.text(500) for _ in range(40))
+    assert Prose(3).text(len(pieces) - 1) == pieces
+    assert Prose(4).text(1000)[:200] != pieces[:200]
+
+
+def test_a_fact_told_again_is_the_one_told_before(made):
+    """The name before a value belongs to an earlier telling with the same value, `words_back` words before."""
+    prose, text = made
+    word_at = {found.start(): number for number, found in enumerate(re.finditer(r"\S+", text))}
+    last: dict[tuple[str, str], int] = {}
+    told = 0
+    for telling in prose.tellings[:3000]:
+        sentence = text[max(text.rfind(end, 0, telling.start) for end in (". ", ".\n")) + 1 : telling.end]
+        value = text[telling.start : telling.end]
+        name = " ".join(w.strip(",") for w in sentence.split() if w[0].isupper() and w != "It")
+        if telling.words_back is None:
+            last[name, value] = word_at[telling.start]
+        elif (name, value) in last:
+            told += 1
+            assert word_at[telling.start] - last[name, value] == telling.words_back
+            last[name, value] = word_at[telling.start]
+    assert told > 1500
+
+
+def test_what_a_fact_costs_is_counted_by_how_far_back_it_was_told():
+    """For a reader who forgets after 300 words, a fact repeated earlier costs nothing, and later the log of its choices."""
+    prose = Prose(7)
+    text = prose.text(400_000)
+    nll = np.full(len(text), 0.01, np.float32)  # one token per byte
+    nll[0] = np.nan
+    for telling in prose.tellings:
+        forgotten = telling.words_back is None or telling.words_back > 256
+        nll[telling.start : telling.end] = math.log(16) / (telling.end - telling.start) if forgotten else 0
+    rows = fact_costs(nll, np.ones(len(text), np.int64), 7)
+    assert [r["words_back"] for r in rows][:2] == [None, [32, 64]]
+    assert sum(r["tellings"] for r in rows) > 2000
+    for row in rows:
+        expected = 0 if row["words_back"] and row["words_back"][1] <= 256 else math.log(16)
+        assert row["nats"] == pytest.approx(expected, abs=1e-3)
+        assert row["drawn_nats"] == pytest.approx(math.log(16))

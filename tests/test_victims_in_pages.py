@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
 from every_policy import evicting, instances
-from factories import CLOSE, MODES
+from factories import CLOSE, MODES, check_streams_are_read_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed_budgets import run
@@ -38,15 +38,6 @@ def test_pages_equal_the_lists(worth, capacity, size):
     reference = run(model, tokens, worth=of_lists, table=table, every=size, pages=pages)
     for method, sizes in ((EAGER, (7, 1, 1, 12)), (FASTEST, (10, 1)), (TOKEN_BY_TOKEN, (11,))):
         check(model, tokens, CacheConfig(policy, capacity, evict=pages), reference, sizes, method)
-
-
-@pytest.mark.parametrize("worth", WORTH)
-@pytest.mark.parametrize("by", ["union", "per_head"])
-def test_a_prompt_is_cut_by_tokens_and_what_is_kept_makes_up_pages(worth, by):
-    model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
-    table, pages = even(9, 2, heads_of(model)), Pages(3, by)
-    reference = run(model, tokens, worth=of_lists, table=table, every=3, pages=pages, prompt=26)
-    check(model, tokens, CacheConfig(policy, 9, evict=pages), reference, (1, 4, 1), prompt=26)
 
 
 @pytest.mark.slow("many drawn cases")
@@ -90,20 +81,6 @@ def test_pages_of_one_token_are_none_exactly(name, policies):
     assert got[0][1] == got[1][1]
 
 
-def test_streams_of_unequal_length_evict_pages_of_their_own():
-    model, config = model_of("llama", DOUBLE), CacheConfig(H2O(3), 8, evict=Pages(4))
-    tokens, valid = tokens_of(40, 2), torch.ones(2, 40, dtype=torch.bool)
-    valid[1, 12:17] = valid[0, 3] = valid[1, 39] = False
-    valid = valid.to(tokens.device)
-    together = CachedDecoder(model, config, 2)
-    logits = torch.cat([together(t, v) for t, v in zip(tokens.split(7, 1), valid.split(7, 1), strict=True)], 1)
-    for stream in range(2):
-        alone = CachedDecoder(model, config)
-        theirs = in_blocks(alone, tokens[stream : stream + 1, valid[stream]], 5)
-        torch.testing.assert_close(logits[stream, valid[stream]], theirs[0], atol=1e-8, rtol=0)
-        assert [layer[stream] for layer in together.kept()] == [layer[0] for layer in alone.kept()]
-
-
 def test_what_goes_are_pages_of_the_stream_and_heads_of_a_union_hold_the_same():
     model, tokens = model_of("llama"), tokens_of(90)
     for by in ("union", "per_head"):
@@ -130,3 +107,17 @@ def test_pages_go_from_a_coded_cache():
 def test_heads_that_hold_different_numbers_of_tokens_are_refused(name, policies):
     with pytest.raises(ValueError, match="whole pages go from heads that keep as many"):
         CachedDecoder(model_of("llama"), CacheConfig(policies[name], 12, evict=Pages(4)))
+
+
+@pytest.mark.parametrize("worth", ["h2o", "norm"])
+def test_a_prompt_is_cut_by_tokens_and_what_is_kept_makes_up_pages(worth):
+    model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
+    table, pages = even(9, 2, heads_of(model)), Pages(3, "union" if worth == "h2o" else "per_head")
+    reference = run(model, tokens, worth=of_lists, table=table, every=3, pages=pages, prompt=26)
+    check(model, tokens, CacheConfig(policy, 9, evict=pages), reference, (1, 4, 1), prompt=26)
+
+
+def test_streams_of_unequal_length_evict_pages_of_their_own():
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    valid[1, 12:17] = valid[0, 3] = valid[1, 39] = False
+    check_streams_are_read_alone(CacheConfig(H2O(3), 8, evict=Pages(4)), valid)

@@ -1,7 +1,8 @@
-"""What an installation puts where: everything under `kvbench`, so that another package may bring its own `policies/`."""
+"""What an installation puts where, and the engine without the package of kernels."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import bench_in
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("hatchling", reason="hatchling builds the wheel")
@@ -67,3 +69,35 @@ def test_it_works_beside_a_package_with_the_same_folders(site, tmp_path):
         str(site / "kvbench/__init__.py"),
         "kvbench.policies.policy",
     ], done.stderr
+
+
+SUITE = """
+suite: without
+version: 1
+model: {id: "builtin:sink_1"}
+task: {name: perplexity, data: prose, tokens: 300}
+policies:
+  - dense
+  - {name: sink_window, capacity: 32}
+  - {name: h2o, capacity: 32}
+"""
+WITHOUT_KERNELS = "import sys; sys.modules['kvbench.harness.kernels'] = None"
+
+
+@pytest.mark.slow("processes of its own")
+def test_without_kernels_the_engine_reads_by_its_own_code(tmp_path):
+    """The NLLs are the plain walk's, up to rounding in float32, and each record says why nothing faster was used."""
+    (tmp_path / "s.yaml").write_text(SUITE)
+    arguments = ["bench", "run", "s.yaml", "--json", "--device", "cpu", "--threads", "1", "--results"]
+    code = f"{WITHOUT_KERNELS}\nsys.argv = {[*arguments, 'r']!r}\nfrom kvbench.harness.cli import main\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    records, walked = json.loads(done.stdout), json.loads(bench_in(*arguments[1:], "w", "--walk", cwd=tmp_path).stdout)
+    assert [record["facts"]["method"] for record in records] == ["closed form", "closed form", "walk"]
+    for record, plain in zip(records, walked, strict=True):
+        assert record["status"] == "ok"
+        assert record["facts"]["step"] == "plain"
+        assert record["facts"]["refused"].startswith("there are no kernels: ")
+        assert record["metrics"]["nll"] == pytest.approx(plain["metrics"]["nll"], abs=1e-6)

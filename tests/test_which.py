@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import bench
-from factories import edit
-from test_closing import answered, measured
+from test_closing import measured
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
@@ -139,50 +138,9 @@ def test_a_policy_that_leads_everywhere_is_the_answer():
     assert finding.startswith("text: h2o is the best of 2 policies (95 % confidence). It has a perplexity 11 % [")
 
 
-def test_where_none_leads_everywhere_each_has_its_own():
-    half = "10" * 100
-    text = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 3.0)]
-    asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", half)]
-    questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
-    assert best_policy([*text, *questions], "m", 8)[0] == (
-        "m, 8 tokens: no policy leads everywhere. Leaders (95 % confidence): text: h2o; StreamEval, seen: window."
-    )
-
-
-CORE = {"dense", "sink_window", "random", "h2o"}
-
-
-def test_the_most_telling_cells_come_first(cells):
-    assert {cell.name for cell in cells[:4]} == CORE
-    assert cells[0].name == "dense"
-    assert {(cell.task.name, cell.evict, cell.task.prompt) for cell in cells[:4]} == {("perplexity", 1, None)}
-
-
-def test_no_policy_is_measured_where_dense_did_not_fit(cells):
-    """Loading counts for the first cell, dense's: a later one alone would fit, but has nothing to be compared with."""
-    seconds = Scripted(0.02).estimates(cells[:1])[0].seconds
-    done, deadline = run(cells, Scripted(0.02, load_seconds=seconds), 1.5 * seconds)
-    assert not [cell for cell in done if cell.task.name == "perplexity" and cell.task.prompt is None]
-    assert deadline.notes
-
-
 def test_what_can_not_be_answered_is_refused():
     with pytest.raises(UserError, match=r"--budget 480: builtin:recall was trained on 528 tokens, .*; give at most 464"):
         suite_for(RECALL, 480, None, Scripted(1e-3), 600.0)
-
-
-@pytest.mark.slow("measures suites")
-@pytest.mark.filterwarnings("ignore")
-def test_what_dense_can_not_answer_is_left_out(small, tmp_path, capsys, monkeypatch):
-    """Then no policy is measured with it, and a sentence says so."""
-    monkeypatch.setattr(choosing, "FLOOR", 1.1)
-    command = ["which", "builtin:recall", "--budget", 96, "--minutes", 10, "--results", tmp_path, "--device", "cpu"]
-    code, out, err = bench(capsys, *command)
-    assert code == 0
-    assert "8 of 18 cells are left out: dense answers less than 110% of their questions right." in err
-    asked = {file.name.partition("-")[0] for file in tmp_path.rglob("*.samples.jsonl*")}
-    assert asked == {"dense"}
-    assert "once" not in out
 
 
 def test_without_intervals_nothing_is_claimed():

@@ -1,17 +1,18 @@
-"""With positions `stream`, slots hold keys rotated, unless the policy compares keys: the numbers are those of unrotated ones."""
+"""Positions: keys that slots hold rotated have the numbers of unrotated ones; and models that learned their positions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from conftest import model_of, nll, tokens_of
-from factories import MODES
 
 from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, KERNELS, TOKEN_BY_TOKEN
-from kvbench.harness.engine.rotary import rotate
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.own_attention import attention_by
+from kvbench.harness.models.families import tiny_model
 from kvbench.policies import KeyNorm, Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -19,9 +20,11 @@ from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import Knorm
 from kvbench.policies.lagkv import LagKV
 from kvbench.policies.leverage import Leverage
+from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.rkv import RKV
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
+from kvbench.policies.window import Window
 
 WAYS = {
     "token by token": (H2O(), 1, TOKEN_BY_TOKEN),
@@ -32,7 +35,6 @@ WAYS = {
     "written statistic": (Knorm(), 1, FASTEST),
     "cut once": (SnapKV(window=4, kernel=3), "prompt", FASTEST),
 }
-BY_WAY = pytest.mark.parametrize(("policy", "evict", "method"), WAYS.values(), ids=WAYS)
 PROMPT = 30  # tokens
 
 
@@ -79,22 +81,6 @@ def test_rotated_keys_give_the_numbers_of_unrotated_ones(monkeypatch, family, wa
     torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
 
 
-@BY_WAY
-def test_a_key_is_rotated_to_its_position_however_it_came_in(policy, evict, method):
-    """In the first layer, a token's unrotated key is the same whatever is kept: that of a dense cache."""
-    model, tokens = model_of("llama"), tokens_of(PROMPT + 26)
-    dense, read = CachedDecoder(model, CacheConfig(Dense())), CachedDecoder(model, config_of(policy, evict), 1, method)
-    logits_of(read, tokens)
-    dense(tokens)
-    keys, rotation = dense.walks[0].rows(tokens.shape[1], 0).keys, model.layers[0].rotation
-    rows = read.walks[0].rows(read.walks[0].slots.num_slots, 0)
-    assert rows.keys_rotated
-    for head, (rank, position) in enumerate(zip(rows.rank, rows.position, strict=True)):
-        held = rank < rows.rank.shape[1]
-        expected = rotate(keys[head, position[held]], rotation.factors(position[held], keys.dtype, 100))
-        torch.testing.assert_close(rows.keys[head, held], expected)
-
-
 @pytest.mark.parametrize("policy", [KeyDiff(), KeyDiff("unrotated"), Leverage(), RKV(window=3), Peeks(), LagKV(lag=16)], ids=str)
 def test_a_policy_that_looks_at_keys_has_them_as_they_were_written(policy):
     """So tokens that come twice have equal keys in the first layer, however each came in."""
@@ -107,7 +93,52 @@ def test_a_policy_that_looks_at_keys_has_them_as_they_were_written(policy):
     assert reads[0].kept() == reads[1].kept()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_only_an_angle_that_never_changes_is_applied_once(mode):
-    read = CachedDecoder(model_of("llama"), config_of(H2O(), 1, mode))
-    assert [w.slots.keys_rotated for w in read.walks] == [mode == "stream"]
+LENGTH, CAPACITY = 40, 12
+
+
+@pytest.fixture(scope="module", params=["gpt2", "opt"])
+def model(request):
+    return adopt(tiny_model(request.param).double().cpu())
+
+
+def own_logits(model, ids, mask=None):
+    """The model's own forward pass. mask: which keys each query sees. [T, T] bool."""
+    given = {"position_ids": torch.arange(ids.shape[1])[None]}
+    if mask is not None:
+        given["attention_mask"] = torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf)[None, None]
+    with attention_by(model.hf, "eager"), torch.inference_mode():
+        return model.hf(input_ids=ids, use_cache=False, **given).logits
+
+
+@pytest.mark.parametrize("policy", [Window(), SinkWindow(2)])
+@pytest.mark.parametrize("method", ["eager", "fastest"])
+@pytest.mark.parametrize("block", [1, 7, LENGTH])
+def test_evicting_is_masking(model, policy, method, block):
+    ids = tokens_of(LENGTH).cpu()
+    config = CacheConfig(policy, CAPACITY, positions="stream")
+    read = decoder(model, config, 1, *([FASTEST] if method == "fastest" else []))
+    ours = torch.cat([read(part) for part in ids.split(block, 1)], 1)
+    now, then = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    sinks = getattr(policy, "sinks", 0)
+    seen = (then <= now) & ((now - then <= CAPACITY - sinks) | (then < sinks))
+    torch.testing.assert_close(ours, own_logits(model, ids, seen), atol=1e-6, rtol=0)
+
+
+def test_each_window_of_recompute_begins_at_position_0(model):
+    ids = tokens_of(LENGTH).cpu()
+    ours = decoder(model, CacheConfig(RecomputeWindow(), CAPACITY))(ids)
+    for end in (3, CAPACITY + 1, LENGTH):
+        window = ids[:, max(0, end - CAPACITY - 1) : end]
+        torch.testing.assert_close(ours[:, end - 1], own_logits(model, window)[:, -1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("policy", [H2O(), RecomputeWindow()])
+def test_streams_of_unequal_length_are_each_read_as_if_alone(model, policy):
+    ids = tokens_of(LENGTH, 2).cpu()
+    config = CacheConfig(policy, CAPACITY, positions="stream")
+    valid = torch.ones(2, LENGTH, dtype=torch.bool)
+    valid[1, 5:9] = valid[1, 30:] = False
+    both = decoder(model, config, 2)
+    together = torch.cat([both(ids[:, part], valid[:, part]) for part in (slice(0, 20), slice(20, LENGTH))], 1)
+    alone = decoder(model, config)(ids[1:, valid[1]])
+    torch.testing.assert_close(together[1, valid[1]], alone[0], atol=1e-6, rtol=0)
