@@ -66,6 +66,8 @@ def which(
     bench which builtin:recall --budget 96 --minutes 3
     bench which path/to/model --budget 1024 --data path/to/texts
     """
+    if math.isnan(minutes):  # which no range excludes
+        raise click.BadParameter("nan: expected minutes, such as 30")
     until = time.monotonic() + 60 * minutes  # loading torch takes seconds, too
     from kvbench.harness.models.load import device_of
     from kvbench.harness.report.doubts import with_doubts
