@@ -48,16 +48,19 @@ class Case:
         return _view(self.policy, torch.cat([kept, torch.full_like(kept[:, :1], newest)], 1), self.device, draw)
 
     def views_over_steps(self) -> Iterator[CacheView]:
-        """Yield full caches that result from the policy's own choices, from the first eviction on; none if it never evicts."""
+        """Yield full caches of the tokens that the policy keeps, from the first eviction on; none if it never evicts.
+
+        K, V and statistics are drawn anew for every step.
+        """
         draw, steps = torch.Generator().manual_seed(0), max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
-        view = _view(self.policy, torch.arange(self.capacity + 1).expand(_STREAMS * _HEADS, -1), self.device, draw)
-        for _ in range(steps if self.policy.evicts else 0):
+        kept = torch.arange(self.capacity + 1).expand(_STREAMS * _HEADS, -1)
+        for newest in range(self.capacity, self.capacity + steps) if self.policy.evicts else ():
+            view = _view(self.policy, kept, self.device, draw)
             yield copy.deepcopy(view)
-            importance = self.policy.importance(copy.deepcopy(view))
-            lowest = importance == importance.amin(-1, keepdim=True)
-            victim = view.rank.masked_fill(~lowest, self.capacity + 1).argmin(-1, keepdim=True)
-            view = _replaced(view, victim, draw)
-            view.states = updated(view, attention(view, draw))
+            importance = self.policy.importance(view).take_along_dim(view.rank.argsort(-1), -1).flatten(0, 1).cpu()
+            victim = (importance == importance.amin(-1, keepdim=True)).int().argmax(-1, keepdim=True)  # the oldest of the least
+            held = torch.ones_like(kept, dtype=torch.bool).scatter(-1, victim, False)
+            kept = torch.cat([kept[held].view(len(kept), -1), torch.full_like(victim, newest + 1)], 1)
 
 
 def _view(policy: Policy, kept: Tensor, device: torch.device, draw: torch.Generator) -> CacheView:
@@ -98,24 +101,6 @@ def attention(view: CacheView, draw: torch.Generator) -> Attention:
 def updated(view: CacheView, step: Attention) -> dict[Statistic, Tensor]:
     """Return the view's statistics after a step."""
     return {s: s.update(x, step, view) if s.sees else x for s, x in view.states.items()}
-
-
-def _replaced(view: CacheView, victim: Tensor, draw: torch.Generator) -> CacheView:
-    """Return the view with the next token in its victim's slot. victim: [B, H, 1] int64."""
-    new, freed = copy.copy(view), torch.zeros_like(view.rank, dtype=torch.bool).scatter(-1, victim, True)
-    younger = view.rank > view.rank.take_along_dim(victim, -1)
-    new.rank = (view.rank - younger.long()).masked_fill(freed, view.rank.shape[-1] - 1)
-    new.step, new.states = view.step + 1, {}
-    new.position = torch.where(freed, new.step, view.position)
-    token = torch.randn(2, *view.keys.shape[:2], 1, _DIM, generator=draw).to(view.keys)
-    new.keys, new.values = (torch.where(freed[..., None], x, old) for x, old in zip(token, (view.keys, view.values), strict=True))
-    for statistic, state in view.states.items():
-        if statistic.per == "slot":
-            first = first_state(statistic, new)
-            new.states[statistic] = torch.where(freed.view(*freed.shape, *[1] * (state.dim() - 3)), first, state)
-        else:
-            new.states[statistic] = state + first_state(statistic, new) - first_state(statistic, view)
-    return new
 
 
 def combined(view: CacheView, other: CacheView, combine: Callable[[Tensor, Tensor], Tensor], of_heads: bool = False) -> CacheView:
