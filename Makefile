@@ -69,7 +69,6 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 
 peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/comparison.md; red if a row differs that must not
 	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider tests/test_presses.py
-	PYTHONPATH=tests:. OMP_NUM_THREADS=1 .cache/peers/bin/python -m peers.audit
 	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m peers.compare --kvpress-python .cache/peers/bin/python
 
 peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same work

@@ -1,108 +1,47 @@
-"""Hostile records: every command that reads records reports them and goes on. `python tests/fuzz_records.py --mutations 1000`.
+"""Hostile records: every command that reads records reports them and goes on.
 
 Records of all tasks are mutated, a few at a time among valid ones: fields of another type, NaN, missing,
 nested, huge, with markup; hashes recomputed, so that they don't reveal the mutation; files truncated, not UTF-8, not JSON,
-folders, pipes, circular links. A failure is a crash (exit code 70) or a command that does not end.
+folders, pipes, circular links. A failure is a crash (exit code 70).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
+import glob
 import hashlib
-import io
 import json
 import os
 import random
 import shutil
-import signal
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
+from conftest import bench_in
 from stored import RECORDS, working_copy
 
-from kvbench.harness.cli import main as bench
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore, digest
 
 ROOT = Path(__file__).parents[1]
 BASELINE = ROOT / "leaderboard/baselines/quickstart"
 SOUND = {  # valid records of each task
-    BASELINE: {"perplexity": 4, "streameval": 4, "latency": 4, "memory": 2},
-    RECORDS: {"lm_eval": 6},
+    BASELINE: {"perplexity": 3, "streameval": 2, "latency": 2, "memory": 1},
+    RECORDS: {"lm_eval": 2},
 }
-HANGS = 600  # seconds: a busy machine is no hang
 NESTED: Any = [[]]
 for _ in range(120):
     NESTED = [NESTED]
-VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    7,
-    2**31,
-    2**53 + 1,
-    -(2**63),
-    2**63,
-    10**30,
-    10**400,
-    0.5,
-    -0.0,
-    1e300,
-    -1e300,
-    5e-324,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-    "",
-    "x",
-    "1",
-    "NaN",
-    "\x00",
-    "\x1b[2J\x1b]0;title\x07",
-    "\u202egnp.exe",
-    "\u200b",
-    "\ud800",
-    "=1+1",
-    "+cmd|' /C calc'!A0",
-    "@SUM(A1)",
-    "</script><script>alert(1)</script>",
-    "/*js*/",
-    "/*data*/ /*css*/",
-    "| a | b |\n# head",
-    "${1}",
-    "{model}",
-    "../../../etc/passwd",
-    "~nobody/x",
-    "%s%n",
-    "-",
-    "a" * 2000,
-    "ok",
-    "failed",
-    [],
-    [None],
-    [[]],
-    [float("nan")],
-    ["x"],
-    {},
-    {"": {}},
-    {"x": [1, {"y": None}]},
-    NESTED,
-]
 
 
-class Hang(BaseException):
-    """A command did not end in time."""
+NUMBERS: list[Any] = [True, 0, -1, 2**53 + 1, -(2**63), 10**400, 0.5, 1e300, float("nan"), float("-inf")]
+TEXTS = ["", "NaN", "\x00", "\x1b[2J", "\u202egnp.exe", "\ud800", "=1+1", "</script><script>1</script>", "| a |\n# b", "{model}"]
+PATHS = ["../../../etc/passwd", "~nobody/x", "%s%n", "a" * 2000, "ok", "failed"]
+VALUES = [None, *NUMBERS, *TEXTS, *PATHS, [], [None], [[]], [float("nan")], ["x"], {}, {"": {}}, {"x": [1, {"y": None}]}, NESTED]
 
 
 def sound(scratch: Path) -> list[tuple[Path, str]]:
@@ -175,17 +114,12 @@ def spoil_file(path: Path, draw: random.Random) -> None:
     ways: list[Callable[[], object]] = [
         lambda: path.write_bytes(text[: draw.randrange(len(text))]),
         lambda: path.write_bytes(text.replace(b"a", b"\xff", 3)),
-        lambda: path.write_bytes(b""),
-        lambda: path.write_bytes(b"\xef\xbb\xbf" + text),
         lambda: path.write_bytes(b"[" * 100_000),
-        lambda: path.write_bytes(b'{"version": 1, "cell": ' + b"[" * 5000),
         lambda: path.write_bytes(b'{"version": ' + b"9" * 5000 + b"}"),
         lambda: path.write_bytes(draw.randbytes(1000)),
-        lambda: path.write_bytes(text.replace(b'"version": 1', b'"version": -1')),
         lambda: path.mkdir(),
         lambda: os.mkfifo(path),
         lambda: path.symlink_to(path.name),
-        lambda: path.symlink_to("nowhere.json"),
         lambda: path.symlink_to("/dev/zero"),
         lambda: (path.touch(), os.truncate(path, 2**33)),
     ]
@@ -214,29 +148,10 @@ def spoil_trace(path: Path, draw: random.Random) -> None:
 
 
 def outcome(*args: object) -> tuple[str, str]:
-    """Run a command in this process. -> its exit code, "crashed" or "hangs"; and its stderr."""
-
-    def too_long(*_: object) -> None:
-        raise Hang
-
-    out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
-    signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(HANGS)
-    try:
-        with (
-            patch.object(sys, "argv", ["bench", *map(str, args)]),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            bench()
-    except SystemExit as stop:
-        crashed = stop.code == Exit.CRASH or "Traceback" in err.getvalue()
-        return "crashed" if crashed else f"exit {int(stop.code or 0)}", err.getvalue()
-    except Hang:
-        return "hangs", err.getvalue()
-    finally:
-        signal.alarm(0)
-    return "exit 0", err.getvalue()
+    """Run a command in this process. -> "exit N" or "crashed"; and its stderr."""
+    done = bench_in(*args, cwd=Path.cwd())
+    crashed = done.returncode == Exit.CRASH or "Traceback" in done.stderr
+    return "crashed" if crashed else f"exit {done.returncode}", done.stderr
 
 
 def verbs(folder: Path, scratch: Path, cell: str) -> Iterator[tuple[object, ...]]:
@@ -274,7 +189,7 @@ def fuzz(mutations: int, seed: int = 0, at_once: int = 5, told: Callable[[str], 
                 for verb in verbs(scratch / "results", scratch, cell):
                     end, err = outcome(*verb)
                     seen[f"{' '.join(map(str, verb[: 2 if verb[0] == 'records' else 1]))}: {end}"] += 1
-                    if end in ("crashed", "hangs"):
+                    if end == "crashed":
                         told(f"mutations {number} to {number + at_once - 1}, {verb}: {end}\n{err}")
             seen["mutations"] += min(at_once, mutations - number)
     return seen
@@ -287,7 +202,7 @@ def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, co
     for number, (source, task) in enumerate(files):
         path = folder / task / source.name
         path.parent.mkdir(exist_ok=True)
-        for file in source.parent.glob(f"{glob_escaped(source.stem)}.*"):
+        for file in source.parent.glob(f"{glob.escape(source.stem)}.*"):
             shutil.copy(file, path.parent)
         if number not in chosen:
             continue
@@ -301,26 +216,3 @@ def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, co
             path.write_text(json.dumps(record))
             cell = str(record.get("cell_id"))[:8]
     return cell
-
-
-def glob_escaped(name: str) -> str:
-    """A name escaped for glob."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def main() -> None:
-    """Print the counts; exit with 1 if a command crashed or did not end."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mutations", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    started = time.monotonic()
-    seen = fuzz(asked.mutations, asked.seed, told=print)
-    for name, count in sorted(seen.items()):
-        print(f"{count:6d} {name}")
-    print(f"{time.monotonic() - started:.0f} s")
-    sys.exit(any(name.endswith(("crashed", "hangs")) for name in seen))
-
-
-if __name__ == "__main__":
-    main()

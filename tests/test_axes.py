@@ -140,88 +140,40 @@ def test_a_cell_with_its_moment_is_read_back(tmp_path, evict):
     assert spec.most_kept == cell.most_kept == (None if evict == "prompt" else 64 + 63)
 
 
-EVICT = [
-    ("{every: 0}", "every is a number of tokens, at least 1, not {'every': 0}"),
-    ("{every: 1.5}", "every is a number of tokens, at least 1, not {'every': 1.5}"),
-    ("{pages: 0}", "pages is a number of tokens, at least 1, not {'pages': 0}"),
-    ("{pages: 4, by: hed}", "pages can't go by 'hed'; there are per_head, union, not {'pages': 4, 'by': 'hed'}"),
-    ("{pages: 4, of: 3}", "pages have no 'of'; there are by, pages, worth, not {'pages': 4, 'of': 3}"),
-    ("propmt", "expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 'propmt'"),
-    ("4", "expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 4"),
-    ("{evry: 4}", "expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not {'evry': 4}"),
-]
-BAD = [
-    *((f"{{name: h2o, evict: {evict}}}", {}, f"mine.yaml:8: evict: {said}") for evict, said in EVICT),
-    (
-        "{name: h2o, capacity: {share: 0.5, count: al}}",
-        {},
-        "mine.yaml:8: capacity: count is kv (K and V alone) or all, not {'share': 0.5, 'count': 'al'}",
-    ),
-    ("{name: h2o, evict: {pages: 12}}", {}, "mine.yaml:5: h2o: capacity 8 doesn't make up whole pages of 12"),
-    ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are kv, limit, positions"),
-    ("{name: recompute_window, evict: {every: 2}}", {}, "mine.yaml:8: unknown key 'evict'; there are capacity"),
-    (
-        "{name: h2o, evict: prompt}",
-        {"task": ""},
-        "mine.yaml:8: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS",
-    ),
-    (
-        "h2o",
-        {"task": "", "capacity": "capacity: 8\nevict: prompt"},
-        "mine.yaml:6: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS",
-    ),
-    ("h2o", {"task": ", prompt: 100"}, "mine.yaml:4: prompt 100 leaves nothing to score in a stream of 100 tokens"),
-    ("h2o", {"task": ", prompt: 25, streams: 4"}, "mine.yaml:4: prompt 25 leaves nothing to score in a stream of 25 tokens"),
-    ("h2o", {"task": ", prompt: 0"}, "mine.yaml:4: prompt: Input should be greater than or equal to 1, not 0"),
-    (
-        "h2o",
-        {"task": ", prompt: 40, evict: prompt"},
-        "mine.yaml:4: evict: prompt, but the suite's policies evict: step; add it to the suite's evict",
-    ),
-    (
-        "h2o",
-        {"task": ", evict: [every]"},
-        "mine.yaml:4: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not ['every']",
-    ),
-    ("h2o", {"capacity": "capacity: {share: 0}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
-    (
-        "h2o",
-        {"capacity": "capacity: {share: 1.5}"},
-        "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1",
-    ),
-    (
-        "h2o",
-        {"capacity": "capacity: {share: 0.01}"},
-        "mine.yaml:5: capacity: 0.01 of a prompt of 40 tokens is less than one token",
-    ),
-    (
-        "h2o",
-        {"capacity": "capacity: {share: 0.5}", "task": ""},
-        "mine.yaml:5: capacity: a share of the prompt, but this task has no prompts of one known length; give tokens",
-    ),
-    (
-        "{name: h2o, window: 30}",
-        {"capacity": "capacity: {share: 0.5}"},
-        "mine.yaml:5: h2o: capacity 20 can't hold window 30 + at least 1 heavy hitter",
-    ),
-    ("h2o", {"capacity": "capacity: {bytes: 1XiB}"}, "mine.yaml:5: capacity: bytes is a size such as 65536, 64KiB or 1.5MiB"),
-    (
-        "h2o",
-        {"capacity": "capacity: {bytes: 3}"},
-        "mine.yaml:5: capacity: 3 bytes, but the smallest cache of builtin:sink_2 takes",
-    ),
-    (
-        "h2o",
-        {"capacity": "capacity: {tokens: 3}"},
-        "mine.yaml:5: capacity: expected tokens, {share: OF_PROMPT} or {bytes: SIZE}, not {'tokens': 3}",
-    ),
-    ("h2o", {"capacity": "capacity: many"}, "mine.yaml:5: capacity: Input should be a valid integer, {share: OF_PROMPT}"),
+BAD = [  # the entry, other changes, the line and the culprit
+    ("{name: h2o, evict: {every: 0}}", {}, "8: evict: every is a number of tokens, at least 1"),
+    ("{name: h2o, evict: {every: 1.5}}", {}, "8: evict: every is a number of tokens, at least 1"),
+    ("{name: h2o, evict: {pages: 0}}", {}, "8: evict: pages is a number of tokens, at least 1"),
+    ("{name: h2o, evict: {pages: 4, by: hed}}", {}, "8: evict: pages can't go by 'hed'"),
+    ("{name: h2o, evict: {pages: 4, of: 3}}", {}, "8: evict: pages have no 'of'"),
+    ("{name: h2o, evict: propmt}", {}, "8: evict: expected step, prompt, {every: TOKENS}"),
+    ("{name: h2o, evict: {evry: 4}}", {}, "8: evict: expected step, prompt, {every: TOKENS}"),
+    ("{name: h2o, capacity: {share: 0.5, count: al}}", {}, "8: capacity: count is kv (K and V alone) or all"),
+    ("{name: h2o, evict: {pages: 12}}", {}, "5: h2o: capacity 8 doesn't make up whole pages of 12"),
+    ("{name: dense, evict: prompt}", {}, "8: unknown key 'evict'; there are kv, limit, positions"),
+    ("{name: recompute_window, evict: {every: 2}}", {}, "8: unknown key 'evict'; there are capacity"),
+    ("{name: h2o, evict: prompt}", {"task": ""}, "8: evict: prompt waits for the end of a prompt"),
+    ("h2o", {"task": "", "capacity": "capacity: 8\nevict: prompt"}, "6: evict: prompt waits for the end of a prompt"),
+    ("h2o", {"task": ", prompt: 100"}, "4: prompt 100 leaves nothing to score in a stream of 100 tokens"),
+    ("h2o", {"task": ", prompt: 25, streams: 4"}, "4: prompt 25 leaves nothing to score in a stream of 25 tokens"),
+    ("h2o", {"task": ", prompt: 0"}, "4: prompt: Input should be greater than or equal to 1"),
+    ("h2o", {"task": ", prompt: 40, evict: prompt"}, "4: evict: prompt, but the suite's policies evict: step"),
+    ("h2o", {"task": ", evict: [every]"}, "4: evict: expected step, prompt, {every: TOKENS}"),
+    ("h2o", {"capacity": "capacity: {share: 0}"}, "5: capacity: share is a part of the prompt, above 0 and at most 1"),
+    ("h2o", {"capacity": "capacity: {share: 1.5}"}, "5: capacity: share is a part of the prompt, above 0 and at most 1"),
+    ("h2o", {"capacity": "capacity: {share: 0.01}"}, "5: capacity: 0.01 of a prompt of 40 tokens is less than one"),
+    ("h2o", {"capacity": "capacity: {share: 0.5}", "task": ""}, "5: capacity: a share of the prompt, but this task has no"),
+    ("{name: h2o, window: 30}", {"capacity": "capacity: {share: 0.5}"}, "5: h2o: capacity 20 can't hold window 30"),
+    ("h2o", {"capacity": "capacity: {bytes: 1XiB}"}, "5: capacity: bytes is a size such as 65536"),
+    ("h2o", {"capacity": "capacity: {bytes: 3}"}, "5: capacity: 3 bytes, but the smallest cache of builtin:sink_2 takes"),
+    ("h2o", {"capacity": "capacity: {tokens: 3}"}, "5: capacity: expected tokens, {share: OF_PROMPT} or {bytes: SIZE}"),
+    ("h2o", {"capacity": "capacity: many"}, "5: capacity: Input should be a valid integer"),
 ]
 
 
 @pytest.mark.parametrize(("entry", "changes", "said"), BAD)
 def test_a_mistake_in_an_axis_is_one_line_with_its_place(tmp_path, entry, changes, said):
-    assert error_of(tmp_path, with_policy(entry, **changes)).startswith(said)
+    assert error_of(tmp_path, with_policy(entry, **changes)).startswith(f"mine.yaml:{said}")
 
 
 def test_a_share_of_the_prompt_is_the_cell_of_as_many_tokens(tmp_path):

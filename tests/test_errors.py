@@ -1,4 +1,4 @@
-"""An error says which line of the user's code it comes from."""
+"""Errors: which line of the user's code they come from, the exit codes of `bench`, and what `bench doctor` reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from conftest import bench
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, location_of
@@ -55,3 +56,55 @@ def test_what_our_code_raises_on_its_own_is_told_by_its_innermost_line():
     caught.value.__traceback__ = caught.tb.tb_next  # without the test's own frame
     assert location_of(caught.value).startswith("plugins.py:")
     assert location_of(caught.value).endswith(", in _find")
+
+
+@pytest.mark.slow("measures suites")
+def test_a_crash_of_ours_has_its_own_code_and_its_traceback(monkeypatch, capsys):
+    from kvbench.harness.report import leaderboard
+
+    def broken(*_):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(leaderboard, "render", broken)
+    records = Path(__file__).parents[1] / "leaderboard/baselines/quickstart"
+    code, _, err = bench(capsys, "leaderboard", "--results", records, "--out", "-")
+    assert code == 70
+    assert "ZeroDivisionError: division by zero" in err
+    assert err.splitlines()[-1].startswith("bench: this is a bug in KV Bench (kv-bench ")
+
+
+def test_debug_shows_where_a_mistake_was_noticed(capsys):
+    plain, debug = bench(capsys, "run", "nowhere.yaml"), bench(capsys, "--debug", "run", "nowhere.yaml")
+    assert (plain[0], debug[0]) == (2, 2)
+    assert "Traceback" not in plain[2]
+    assert "Traceback" in debug[2]
+    assert plain[2] == debug[2].splitlines(keepends=True)[-1]
+
+
+def test_a_capacity_that_would_take_all_memory_is_refused(capsys):
+    code, _, err = bench(capsys, "policy", "check", "window", "--capacity", 100_000_000)
+    assert (code, "8192" in err) == (2, True)
+
+
+def told(capsys, *args):
+    code, out, _ = bench(capsys, "doctor", "--quick", *args)
+    return code, dict(line.split(maxsplit=1) for line in out.splitlines())
+
+
+def test_one_screen_with_what_a_bug_report_needs(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("Once upon a time. " * 50)
+    code, found = told(capsys, "--data", tmp_path, "--model", "builtin:sink_1")
+    assert code == 0
+    assert f"torch {torch.__version__}" in found["packages"]
+    assert "threads" in found["device"]
+    assert "'book', 900 characters" in found["data"]
+    assert "found in" in found["model"]
+    assert len(found) <= 24
+
+
+def test_what_is_missing_is_said_and_the_rest_goes_on(tmp_path, capsys):
+    code, found = told(capsys, "--data", tmp_path, "--model", "nope")
+    assert code == 1
+    assert found["model"].startswith("FAILED: UserError: nope")
+    assert found["data"].startswith("FAILED: UserError")
+    assert "cache" in found["hub"]

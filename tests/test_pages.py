@@ -133,7 +133,6 @@ def test_data_that_do_not_fit_go_to_a_folder_and_those_of_gone_suites_are_delete
 @pytest.mark.slow("takes seconds")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_no_mutated_record_breaks_a_verb():
-    """The full experiment: `python tests/fuzz_records.py --mutations 1000`."""
     failures = []
     seen = fuzz(15, seed=3, told=failures.append)
     assert not failures, failures[0]
