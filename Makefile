@@ -67,9 +67,8 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 		$(BIN)/python tests/benchmarks/decode_speed.py --shape $$shape --threads $$threads || exit 1; done; done
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
-peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/comparison.md; red if a row differs that must not
-	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider tests/test_presses.py
-	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m peers.compare --kvpress-python .cache/peers/bin/python
+peers: .cache/peers/ready  ## our policies beside kvpress' presses, and what else needs kvpress: docs/comparison.md
+	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider -W default tests/test_presses.py tests/test_kvpress.py
 
 peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same work
 	cd tests/benchmarks && OMP_NUM_THREADS=1 PYTHONPATH=../.. ../../.cache/peers/bin/python peers_speed.py
