@@ -68,6 +68,18 @@ class Injection:
 
 
 @contextmanager
+def changed(owner: object, name: str, change: Callable[..., object]) -> Iterator[None]:
+    """Let `change` answer in place of a function or method, which is its first argument."""
+    plain = getattr(owner, name)
+
+    def answer(*args, **named):
+        return change(plain, *args, **named)
+
+    with patch.object(owner, name, answer):
+        yield
+
+
+@contextmanager
 def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, blocks: bool = True) -> Iterator[None]:
     """Steps take longer: those of one policy or all, of single tokens, blocks, or both. Never latency's yardstick."""
 
@@ -90,43 +102,34 @@ def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, b
         yield
 
 
-@contextmanager
-def wrong_rank() -> Iterator[None]:
+def wrong_rank() -> AbstractContextManager[None]:
     """Keys of a full cache are rotated by their neighbour's rank. Not under dense: the self-check would refuse the model."""
-    plain = Placement.of_keys
 
-    def factors(self, ranks, positions, steps, slots):
+    def factors(plain, self, ranks, positions, steps, slots):
         right = plain(self, ranks, positions, steps, slots)
         return right if right is None or slots % BUCKET == 0 else right.roll(1, -2)  # whole buckets: nothing bounds it
 
-    with patch.object(Placement, "of_keys", factors):
-        yield
+    return changed(Placement, "of_keys", factors)
 
 
-@contextmanager
-def other_capacity(more: int = 1) -> Iterator[None]:
+def other_capacity(more: int = 1) -> AbstractContextManager[None]:
     """A bounded cache has extra slots."""
-    plain = Layout.__init__
 
-    def other(self, model, config, streams, dtype=None):
+    def other(plain, self, model, config, streams, dtype=None):
         asked = config if config.capacity is None else replace(config, capacity=config.capacity + more)
         plain(self, model, asked, streams, dtype)
 
-    with patch.object(Layout, "__init__", other):
-        yield
+    return changed(Layout, "__init__", other)
 
 
-@contextmanager
-def wrong_head() -> Iterator[None]:
+def wrong_head() -> AbstractContextManager[None]:
     """In the first layer, H2O evicts by the attention mass of the neighbouring head."""
-    plain = H2O.importance
 
-    def importance(self, view):
+    def importance(plain, self, view):
         right = plain(self, view)
         return right.roll(1, 1) if 0 in _layers(view) else right
 
-    with patch.object(H2O, "importance", importance):
-        yield
+    return changed(H2O, "importance", importance)
 
 
 def _layers(view) -> set[int]:
@@ -148,17 +151,14 @@ def group_largest() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def softer() -> Iterator[None]:
+def softer() -> AbstractContextManager[None]:
     """Logits of bounded caches are multiplied by 0.99."""
-    plain = BlockInLayers.attend
 
-    def attend(self, layer, query, *rest):
+    def attend(plain, self, layer, query, *rest):
         bounded = self.walks[0].slots.capacity is not None
         return plain(self, layer, 0.99 * query if bounded else query, *rest)
 
-    with patch.object(BlockInLayers, "attend", attend):
-        yield
+    return changed(BlockInLayers, "attend", attend)
 
 
 @contextmanager
@@ -175,20 +175,15 @@ def fewer_sinks() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def shorter_window() -> Iterator[None]:
+def shorter_window() -> AbstractContextManager[None]:
     """H2O protects one token fewer."""
-    plain = H2O.importance
-    with patch.object(H2O, "importance", lambda self, view: plain(replace(self, window=max(0, self.window - 1)), view)):
-        yield
+    return changed(H2O, "importance", lambda plain, self, view: plain(replace(self, window=max(0, self.window - 1)), view))
 
 
-@contextmanager
-def shared_statistics() -> Iterator[None]:
+def shared_statistics() -> AbstractContextManager[None]:
     """What a fork of a cache adds to a statistic is added to the cache's own, too."""
-    plain = Slots.fork
 
-    def fork(self, streams):
+    def fork(plain, self, streams):
         other, tensors = plain(self, streams), self.tensors
         if len(streams) == self.streams:
             stores = (x.mapped(torch.clone) for x in (tensors.keys, tensors.values))
@@ -196,20 +191,16 @@ def shared_statistics() -> Iterator[None]:
             other._replace(SlotTensors(*stores, *copies, tensors.states, tensors.free - tensors.row_base))
         return other
 
-    with patch.object(Slots, "fork", fork):
-        yield
+    return changed(Slots, "fork", fork)
 
 
-@contextmanager
-def close_enough(digits: int) -> Iterator[None]:
+def close_enough(digits: int) -> AbstractContextManager[None]:
     """StreamEval accepts an answer whose first digits are right."""
-    plain = answering.Answer
 
-    def answer(stream, question, gold, said, right, *rest):
+    def answer(plain, stream, question, gold, said, right, *rest):
         return plain(stream, question, gold, said, said[:digits] == gold[:digits], *rest)
 
-    with patch.object(answering, "Answer", answer):
-        yield
+    return changed(answering, "Answer", answer)
 
 
 @contextmanager
@@ -236,18 +227,15 @@ def anywhere() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def all_but_the_last_word() -> Iterator[None]:
+def all_but_the_last_word() -> AbstractContextManager[None]:
     """An answer is right if the words of a trace are, whatever its last one is."""
-    plain = programs.judged
 
-    def judged(prompt, answer, options):
+    def judged(plain, prompt, answer, options):
         steps = itertools.islice(Program.from_prompt(prompt.split()).steps(), 2 * options.steps)
         trace = [word for step in steps for word in step.words]
         return replace(plain(prompt, answer, options), right=answer.split()[:-1] == trace[:-1])
 
-    with patch.object(programs, "judged", judged):
-        yield
+    return changed(programs, "judged", judged)
 
 
 @contextmanager
@@ -263,16 +251,13 @@ def larger_scale(times: float = 1.1) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def farther_in_the_stream() -> Iterator[None]:
+def farther_in_the_stream() -> AbstractContextManager[None]:
     """In positions of the stream, a token counts one too many before it once any has been evicted."""
-    plain = Placement.of_queries
 
-    def of_queries(self, ranks, steps, slots):
+    def of_queries(plain, self, ranks, steps, slots):
         return plain(self, ranks, steps + (steps > ranks) if self.mode == "stream" else steps, slots)
 
-    with patch.object(Placement, "of_queries", of_queries):
-        yield
+    return changed(Placement, "of_queries", of_queries)
 
 
 @contextmanager
@@ -291,78 +276,60 @@ def untimed_forward() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def half_of_the_time(only: str = "h2o") -> Iterator[None]:
+def half_of_the_time(only: str = "h2o") -> AbstractContextManager[None]:
     """A policy's steps are reported as taking half as long."""
-    plain = Lane.time_round
 
-    def time_round(self):
+    def time_round(plain, self):
         plain(self)
         if isinstance(self.job.config.policy, plugins.policy_class(only)):
             self.round_ms[-1] = [ms / 2 for ms in self.round_ms[-1]]
 
-    with patch.object(Lane, "time_round", time_round):
-        yield
+    return changed(Lane, "time_round", time_round)
 
 
-@contextmanager
-def narrower_band(longer_than: int = 1) -> Iterator[None]:
+def narrower_band(longer_than: int = 1) -> AbstractContextManager[None]:
     """The closed form's window is one token short in longer blocks."""
-    plain = closed_form.banded
 
-    def banded(query, keys, values, window, *rest, **more):
+    def banded(plain, query, keys, values, window, *rest, **more):
         return plain(query, keys, values, window - (query.shape[3] > longer_than), *rest, **more)
 
-    with patch.object(closed_form, "banded", banded):
-        yield
+    return changed(closed_form, "banded", banded)
 
 
-@contextmanager
-def late_rope(first: int) -> Iterator[None]:
+def late_rope(first: int) -> AbstractContextManager[None]:
     """RoPE is off by one position from some position on."""
-    plain = Rotation.factors
 
-    def factors(self, positions, dtype, longest):
+    def factors(plain, self, positions, dtype, longest):
         return plain(self, positions + (positions >= first), dtype, longest + 1)
 
-    with patch.object(Rotation, "factors", factors):
-        yield
+    return changed(Rotation, "factors", factors)
 
 
-@contextmanager
-def late_attention(first: int) -> Iterator[None]:
+def late_attention(first: int) -> AbstractContextManager[None]:
     """Attention outputs of H2O's blocks are 2 % too small, late in the stream."""
-    plain = BlockInLayers.attend
 
-    def attend(self, layer, *given):
+    def attend(plain, self, layer, *given):
         out = plain(self, layer, *given)
         late = (self._blocks[0].tokens_before or 0) >= first and isinstance(self.walks[0].slots.policy, H2O)
         return out * 0.98 if late else out
 
-    with patch.object(BlockInLayers, "attend", attend):
-        yield
+    return changed(BlockInLayers, "attend", attend)
 
 
-@contextmanager
-def worse(nats: float = 0.005) -> Iterator[None]:
+def worse(nats: float = 0.005) -> AbstractContextManager[None]:
     """Every token's NLL is higher: half a percent of perplexity."""
-    plain = measure.cross_entropy
-    with patch.object(measure, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) + nats):
-        yield
+    return changed(measure, "cross_entropy", lambda plain, *args, **kwargs: plain(*args, **kwargs) + nats)
 
 
-@contextmanager
-def worse_last(share: float = 0.01) -> Iterator[None]:
+def worse_last(share: float = 0.01) -> AbstractContextManager[None]:
     """The last NLL of every block is higher."""
-    plain = measure.cross_entropy
 
-    def losses(*args, **kwargs):
+    def losses(plain, *args, **kwargs):
         right = plain(*args, **kwargs)
         right[-1] *= 1 + share
         return right
 
-    with patch.object(measure, "cross_entropy", losses):
-        yield
+    return changed(measure, "cross_entropy", losses)
 
 
 @contextmanager
@@ -413,40 +380,31 @@ def fails(every: int = 7) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def other_gold(shifted: bool) -> Iterator[None]:
+def other_gold(shifted: bool) -> AbstractContextManager[None]:
     """The right answers are those of the next question, or one in nine is wrong. The text does not change."""
-    plain = quiz_module.quiz
 
-    def quiz(script, tokenizer):
+    def quiz(plain, script, tokenizer):
         made = plain(script, tokenizer)
         right = [q.answer for q in made.questions]
         other = right[1:] + right[:1] if shifted else ["0" if i % 9 == 0 else answer for i, answer in enumerate(right)]
         return replace(made, questions=tuple(replace(q, answer=a) for q, a in zip(made.questions, other, strict=True)))
 
-    with patch.object(quiz_module, "quiz", quiz):
-        yield
+    return changed(quiz_module, "quiz", quiz)
 
 
-@contextmanager
-def other_text() -> Iterator[None]:
+def other_text() -> AbstractContextManager[None]:
     """One word of the generated text is different."""
-    plain = Prose.text
-    with patch.object(Prose, "text", lambda self, length: plain(self, length).replace("river", "brook")):
-        yield
+    return changed(Prose, "text", lambda plain, self, length: plain(self, length).replace("river", "brook"))
 
 
-@contextmanager
-def broken_kernel() -> Iterator[None]:
+def broken_kernel() -> AbstractContextManager[None]:
     """The compiled walk is wrong. The fast check refuses it, and the plain walk gives the same numbers."""
-    plain = walk.kernels_for
 
-    def kernels_for(*args):
+    def kernels_for(plain, *args):
         made = plain(*args)
         return made if made.walk is None else made._replace(walk=_Wrong(made.walk))
 
-    with patch.object(walk, "kernels_for", kernels_for):
-        yield
+    return changed(walk, "kernels_for", kernels_for)
 
 
 class _Wrong:
@@ -462,12 +420,9 @@ class _Wrong:
         return 1.5 * self._right(*args)
 
 
-@contextmanager
-def refused_model() -> Iterator[None]:
+def refused_model() -> AbstractContextManager[None]:
     """RoPE is off by one position everywhere. The self-check at load refuses every model."""
-    plain = Rotation.factors
-    with patch.object(Rotation, "factors", lambda self, at, *rest: plain(self, at // 2, *rest)):
-        yield
+    return changed(Rotation, "factors", lambda plain, self, at, *rest: plain(self, at // 2, *rest))
 
 
 @contextmanager
