@@ -57,12 +57,8 @@ injections: .venv/ready  ## every regression we thought of, injected, here and u
 	for name in formats traces; do for cpu in '' --elsewhere; do $(BIN)/python tests/gate_experiment.py --runs 0 --only "($$name)" $$cpu \
 		--baseline leaderboard/baselines/$$name --out "$(RESULTS)/injections-$$name$$cpu.jsonl" || exit 1; done; done
 
-microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a decode step beside Hugging Face: a quarter of an hour
+microbench: .venv/ready  ## the inner pieces, and a decode step beside Hugging Face's
 	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)
-	$(BIN)/python tests/benchmarks/perplexity_speed.py --only band
-	$(BIN)/python tests/benchmarks/perplexity_speed.py --only band --shape 100m --rounds 3
-	$(BIN)/python tests/benchmarks/perplexity_speed.py --only h2o --capacity 128
-	$(BIN)/python tests/benchmarks/perplexity_speed.py --only h2o --capacity 1024
 	for shape in 5m 100m; do for threads in 1 4; do \
 		$(BIN)/python tests/benchmarks/decode_speed.py --shape $$shape --threads $$threads || exit 1; done; done
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)

@@ -30,20 +30,8 @@ from kvbench.harness.engine.model import Model, adopt  # noqa: E402
 from kvbench.harness.models.families import tiny_model  # noqa: E402
 
 SHARED = Path(__file__).parents[2] / "shared"
+LM_EVAL_FOLDERS = "arc hellaswag lambada openbookqa piqa winogrande longbench ruler gsm8k minerva_math aime"  # of our suites
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
-LM_EVAL_FOLDERS = [
-    "arc",
-    "hellaswag",
-    "lambada",
-    "openbookqa",
-    "piqa",
-    "winogrande",
-    "longbench",
-    "ruler",
-    "gsm8k",
-    "minerva_math",
-    "aime",
-]  # of the suites on the hub's data
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -141,7 +129,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folders = [Path(lm_eval.tasks.__file__).parent / name for name in LM_EVAL_FOLDERS]
+    folders = [Path(lm_eval.tasks.__file__).parent / name for name in LM_EVAL_FOLDERS.split()]
 
     def manager(include, metadata, defaults):  # reading all of lm-eval's tasks takes long
         return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=dict(metadata))

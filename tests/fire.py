@@ -1,5 +1,4 @@
 """Kills runs at random moments and resumes them: no finished cell is lost or damaged, and no process is left behind.
-`python tests/fire.py --kills 100`.
 
 A run is a child forked from a process that has loaded everything. So a hundred kills take minutes, and most of them hit while
 records are written, not while libraries are imported.
@@ -7,11 +6,9 @@ records are written, not while libraries are imported.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -130,28 +127,3 @@ def fire(
         _, status = os.waitpid(child, 0)
         seen["left unfinished by the last run"] += cells - len(store.read_all()[0]) + (status != 0)
     return seen
-
-
-def main() -> None:
-    """Print the counts; exit with 1 if anything was lost or left behind."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    bad = 0
-    print("cells in the process of the run, kill -9:")
-    bad += told(fire(arguments.kills, arguments.seed))
-    print("cells with a process of their own, and cells measured side by side; kill -9, SIGTERM, Ctrl-C:")
-    bad += told(fire(arguments.kills, arguments.seed, 8.0, APART, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)))
-    sys.exit(bad > 0)
-
-
-def told(seen: Counter[str]) -> int:
-    """Print the counts. -> how many of them are faults."""
-    for name, count in seen.items():
-        print(f"{count:6d} {name}", flush=True)
-    return sum(seen[name] for name in MUST_NOT_BE)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@
     python tests/gate_experiment.py --only kernel --only RoPE --runs 0 --out gate.jsonl
     python tests/gate_experiment.py --elsewhere --runs 0 --out elsewhere.jsonl  # as if from another CPU: any red will do
 
-Prints a line per run and, at the end, a table in Markdown. Exits with 1 if any outcome is unexpected. Runs that are in the file
+Prints a line per run. Exits with 1 if any outcome is unexpected. Runs that are in the file
 already are skipped, so it can be done in pieces. It needs an idle machine. On another CPU than the baseline's, as with
 `--elsewhere`, regressions that only times, bytes of a peak or the choice of a method show are left out, and any red will do.
 """
@@ -165,16 +165,6 @@ def line(outcome: Outcome) -> str:
     return f"{outcome['name']}: {state} ({red or 'nothing'}) in {outcome['seconds']} s. {outcome['says'][:200]}{note}"
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """All runs as a Markdown table."""
-    rows = ["| what was run | the gate said | by | because |", "|---|---|---|---|"]
-    for o in outcomes:
-        said = _SAID[o["code"]] + (" (NOT AS EXPECTED)" if o["surprise"] else "")
-        by = ", ".join(f"{check} {count}" for check, count in o["red"].items())
-        rows.append(f"| {o['name']} | {said} | {by} | {o['says'][:160].replace('|', '/')} |")
-    return "\n".join(rows)
-
-
 def main() -> None:
     """Exit with 1 if any outcome is unexpected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -194,7 +184,6 @@ def main() -> None:
         with arguments.out.open("a") as file:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
         print(line(outcome), flush=True)
-    print(f"\n{table(experiment.done)}", flush=True)
     sys.exit(any(o["surprise"] for o in experiment.done))
 
 

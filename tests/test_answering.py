@@ -174,14 +174,6 @@ def test_a_line_longer_than_the_cache_is_a_failed_cell(tokenizer, tmp_path):
         StreamEval.run(StreamEvalOptions(), job_of(data, tmp_path, CacheConfig(Window(), 16), model_of("llama")))
 
 
-def test_a_distance_beyond_the_stream_can_not_be_asked():
-    with pytest.raises(ValueError, match="beyond the stream"):
-        StreamEvalOptions(distance=1001)
-    StreamEvalOptions(distance=1000)
-    with pytest.raises(ValueError, match="below lowest"):
-        StreamEvalOptions(lowest=5, highest=4)
-
-
 @pytest.mark.parametrize("held", [[0], [40], [0, 40], [47, 48, 49]])
 @pytest.mark.parametrize("policy", [Window(), H2O(window=5), RecomputeWindow()], ids=lambda p: type(p).__name__)
 def test_held_is_what_kept_says(policy, held):

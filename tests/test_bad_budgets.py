@@ -51,8 +51,6 @@ policies:
         ('{name: "FILE:Wrong", layers: 1, capacity: 16}', ("table of budgets is for layers with",)),
         ("{name: headkv, file: TABLE, capacity: 32}", ("expected {'importance': 4 lists of 2",)),
         ('{name: "FILE:Floor", capacity: 16}', ("at least 17", "16 on average")),
-        ("{name: pyramidkv, score: {name: snapkv, window: 32}, capacity: 16}", ("window", "32")),
-        ("{name: window, capacity: 16, evict: {every: 0}}", ("evict", "1")),
         ("{name: window, capacity: 16, evict: prompt}", ("prompt",)),
     ],
 )

@@ -211,14 +211,6 @@ def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_di
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
-    empty = tmp_path / "empty-model"
-    empty.mkdir()
-    assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
-    (empty / "config.json").write_text((model_dir / "config.json").read_text())
-    assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
-
-
 @pytest.mark.slow("processes of its own")
 @pytest.mark.parametrize(("args", "code", "closed"), [("list tasks", 0, ">&-"), ("run nonsense", 2, "2>&-")])
 def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):

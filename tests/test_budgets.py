@@ -325,8 +325,7 @@ def test_memory_shrinks_at_a_prompts_end_and_held_is_told_from_allocated():
     assert read.state_bytes < whole.state_bytes
 
 
-@pytest.mark.parametrize("capacity", [200, 300, 600])
-@pytest.mark.parametrize("evict", [1, "prompt"])
+@pytest.mark.parametrize(("capacity", "evict"), [(200, 1), (300, "prompt")])
 def test_what_is_allocated_for_a_static_table_is_hardly_more_than_what_is_held(capacity, evict):
     model, tokens = model_of("llama"), tokens_of(2 * capacity + 40)
     heads, layers = heads_of(model), len(model.layers)

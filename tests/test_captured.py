@@ -87,17 +87,6 @@ def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):
     assert (Recorded.made, read.graphs.replayed) == (captured_at_first, replayed + 1000)
 
 
-def test_a_model_that_can_not_be_captured_runs_eagerly_and_says_so():
-    def refuse(step, tokens):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    plain, read = decoders(CacheConfig(H2O(), 6), CapturedSteps(refuse, after=1))
-    for token in tokens_of(20).split(1, 1):
-        torch.testing.assert_close(read(token), plain(token))
-    assert read.graphs.refused == "operation not permitted when stream is capturing"
-    assert read.graphs.replayed == 0
-
-
 @on_cpu
 def test_a_step_after_a_failed_capture_reads_nothing_that_the_capture_made():
     """The stand-in runs the step, as a capture does on the host, and then undoes all that it would not have computed."""

@@ -73,20 +73,6 @@ def test_bytes_of_a_text_never_stand_beside_those_of_a_peak():
     assert held == {"dense": "40 KiB", "h2o": ""}
 
 
-def test_questions_have_tables_of_their_own():
-    texts = {"wikitext": 2.0, "pg19": 3.0}
-    model = {"id": "m", "dtype": "float32"}
-    asked = [
-        edit(answered(p, "10", c), cell={"model": model}, facts={"device": "a device"}) for p, c in (("dense", None), ("h2o", 8))
-    ]
-    tables = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0), *asked]).tables
-    assert [("perplexity" in table.head, "right" in table.head) for table in tables] == [
-        (True, False),
-        (True, False),
-        (False, True),
-    ]
-
-
 @pytest.mark.parametrize("text", [True, False])
 def test_its_sentences_are_those_of_the_feed(text):
     outcomes, nlls = {"h2o": "10" * 100, "window": "0" * 200}, {"h2o": 2.0, "window": 2.1}

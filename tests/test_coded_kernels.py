@@ -19,7 +19,6 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.trial import MethodCheck
-from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import compiler
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
@@ -154,20 +153,3 @@ def test_a_coded_cache_is_never_walked_by_the_kernel_of_floats():
     read = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 20, kv=Codec("int4")), method=FASTEST)
     assert not read.walks[0].is_compiled
     assert read.walks[0]._kernels.walk is None
-
-
-def test_one_head_that_is_wrong_in_some_steps_is_found(monkeypatch):
-    right, calls = Walk._step_by_kernel, []
-
-    def wrong(*given):
-        out = right(*given)
-        calls.append(1)
-        if len(calls) < 7:
-            out[:, 0] += 1000
-        return out
-
-    config = CacheConfig(H2O(), 32, kv=Codec("int8", recent=4))
-    assert fast_method(model_of("llama"), config).step == "compiled"
-    monkeypatch.setattr(Walk, "_step_by_kernel", wrong)
-    check = fast_method(model_of("llama"), config)
-    assert (check.step, check.refused) == ("plain", "step kernels: its attention differs from the plain walk's")

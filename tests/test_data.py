@@ -176,14 +176,3 @@ def test_parquet_whose_text_is_none_is_told_in_one_line(tmp_path, column, says):
     pq.write_table(pa.table({"text": column}), tmp_path / "test.parquet")
     with pytest.raises(UserError, match=f"test.parquet: .*{says}"):
         list(pg19.books("test", tmp_path)[1])
-
-
-def test_wikitext_that_is_missing_or_there_twice_is_told_in_one_line(tmp_path):
-    (tmp_path / "wiki.test.tokens").write_text("words that are <unk>")
-    with pytest.raises(UserError, match=r"no WikiText-2 \(wiki.test.raw, or"):
-        wikitext.articles("test", tmp_path)
-    for edition in ("wikitext-2-raw", "wikitext-103-raw"):
-        (tmp_path / edition).mkdir()
-        (tmp_path / edition / "wiki.test.raw").write_text(RAW)
-    with pytest.raises(UserError, match="several texts of the split 'test': .*give --data the folder of one"):
-        wikitext.articles("test", tmp_path)

@@ -128,12 +128,6 @@ def test_two_policies_are_compared_sample_by_sample():
     assert differences(a, made(drawn(0.02, samples=129)))[0].verdict == "can't tell"
 
 
-def test_dense_does_not_diverge_from_itself(tmp_path):
-    metrics, trace = measured(Dense(), None, tmp_path)
-    assert trace["kl"].max() < 1e-9
-    assert (metrics.agreement, metrics.nll_change) == (1.0, pytest.approx(0, abs=1e-6))
-
-
 def test_by_position_is_the_position_of_the_token_that_is_predicted():
     compared = drawn(0)
     first, *_, last = made(compared).metrics.by_position

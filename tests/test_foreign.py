@@ -13,7 +13,7 @@ from conftest import FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
 
 from kvbench.harness.core import contestants, plugins
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import parameters_of, policy_from
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder
@@ -224,14 +224,6 @@ def test_what_it_can_t_do_is_refused():
         decoder(model_of("llama"), contestant("hf:QuantizedCache", backend="hqq"))
     with pytest.raises(ValueError, match="only our loop can read it"):
         decoder(adopt(tiny_model("llama", vocab_size=96, zero_sink=True)), contestant("hf:DynamicCache"))
-
-
-def test_holds_is_for_the_flag_and_not_for_the_constructor(half):
-    policy = contestant(half, tokens=16, holds=16).policy
-    assert parameters_of(policy) == {"attention": None, "tokens": 16, "holds": 16}
-    assert policy.new_cache(model_of("llama").hf.config).layer_class_to_replicate().tokens == 16
-    with pytest.raises(ValueError, match="holds is 0, expected"):
-        contestant(half, holds=0)
 
 
 def test_its_records_verify_and_are_not_measured_again(ran):

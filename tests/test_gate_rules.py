@@ -11,9 +11,8 @@ from stored import RECORDS
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.figure_rules import Checked, Elsewhere, Unchecked
-from kvbench.harness.records.run_facts import Facts, Failure, RecordedTrace
+from kvbench.harness.records.run_facts import Facts
 from kvbench.harness.report.gate_figures import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
 from kvbench.harness.run.request import RunRequest
@@ -114,13 +113,6 @@ def test_every_field_says_how_it_is_held():
                 field = f"{part}.{name}"
                 assert rule is not None, f"{task.__name__}: {field}"
                 assert rule.check in checks if isinstance(rule, (Checked, Elsewhere)) else len(rule.because) > 20
-
-
-def test_every_field_of_a_record_is_described():
-    tasks = plugins.working_tasks().values()
-    for model in (CellSpec, Facts, Failure, RecordedTrace, *(m for t in tasks for m in (t.metrics, t.data_facts, t.options))):
-        for name, field in model.model_fields.items():
-            assert field.description or name == "name", f"{model.__name__}.{name}"
 
 
 def test_tolerances_mean_what_they_say():

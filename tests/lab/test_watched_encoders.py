@@ -59,14 +59,6 @@ def test_an_encoder_needs_no_head_for_its_attention(tmp_path):
             load_model(folder, "float32", CPU)
 
 
-def test_a_head_that_is_left_over_is_not_looked_at(tmp_path):
-    """The files of BERT have a head for a task of its training beside the one that its config names, and a pooler."""
-    folder = encoders(tmp_path)["whole"]
-    whole, extra = weights_of_attention(folder), ("cls.seq_relationship.weight", "bert.pooler.dense.weight")
-    change_weights(folder, lambda tensors: tensors.update({name: torch.ones(2, 64) for name in extra}))
-    assert torch.equal(weights_of_attention(folder), whole)
-
-
 @pytest.mark.parametrize(("name", "prefix"), [("whole", "bert."), ("body", ""), ("body_of_masked", "")])
 def test_an_encoder_needs_its_other_weights(name, prefix, tmp_path):
     folder = encoders(tmp_path)[name]
