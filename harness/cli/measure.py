@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model, or all models in a folder."),
+_MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--data",
         metavar="DIR",
@@ -27,6 +27,12 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         type=FILLED,
         help="Directory of the text, .parquet or .txt, or of images (or BENCH_DATA).",
     ),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1."),
+    click.option("--dtype", type=click.Choice(_DTYPES), help="Type of the weights and the cache."),
+    click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's."),
+]
+_SUITE_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model, or all models in a folder."),
     click.option(
         "--policy",
         "policies",
@@ -41,17 +47,17 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         metavar="KEY=VALUE",
         help="Change a value of the suite: --set tokens=20000 --set capacity=[128,256].",
     ),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1."),
-    click.option("--dtype", type=click.Choice(_DTYPES), help="Type of the weights and the cache."),
-    click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's."),
 ]
+
+
+def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of every command that measures: `data`, `device`, `dtype` and `threads`."""
+    return reduce(lambda decorated, option: option(decorated), reversed(_MACHINE_OPTIONS), command)
 
 
 def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that `bench run` and `bench baseline update` share."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return reduce(lambda decorated, option: option(decorated), reversed(_SUITE_OPTIONS), machine_options(command))
 
 
 @click.command()

@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvbench.harness.cli.measure import machine_options
 from kvbench.harness.cli.output import FILLED, debugging, results_option, writable
 from kvbench.harness.cli.pages import leaderboard
 from kvbench.harness.cli.terminal import line_width
@@ -28,39 +29,28 @@ if TYPE_CHECKING:
 @click.argument("model", type=FILLED)
 @click.option("--budget", type=click.IntRange(1), required=True, help="Tokens that a KV head keeps.")
 @click.option(
-    "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Your text, .txt or .parquet. Default: built-in prose."
-)
-@click.option(
     "--minutes", type=click.FloatRange(0.1, 1e6), default=30, show_default=True, help="Minutes that the command may take."
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="Type of the weights and the cache.",
-)
-@click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's.")
+@machine_options
 @results_option
 @click.option("--fresh", is_flag=True, help="Choose the cells again, and measure finished cells again.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def which(
     model: str,
     budget: int,
-    data: str | None,
     minutes: float,
-    device: str,
-    dtype: str,
-    threads: int | None,
+    data: str | None,
+    dtype: str | None,
     results: str,
     fresh: bool,
     as_json: bool,
+    **machine: Any,
 ) -> None:
     """Find the policy for a model at a budget.
 
-    MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment. Then cells are measured as by bench run,
-    the most informative first, until the time is over. Records and the suite are kept, so that the same command continues.
+    MODEL is a directory, a hub id or builtin:NAME. Built-in prose is read, or the text of --data. Each policy is tried for a
+    moment. Then cells are measured as by bench run, the most informative first, until the time is over. Records and the suite
+    are kept, so that the same command continues.
 
     \b
     bench which builtin:recall --budget 96 --minutes 3
@@ -76,14 +66,16 @@ def which(
     from kvbench.harness.suite import ModelSpec
 
     suite = writable(Path(results)) / "which" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', model).strip('_')}-{budget}.yaml"
-    request = RunRequest(str(suite), None, data, device=device, threads=threads)
+    request = RunRequest(str(suite), None, data, **machine)
     request.use_threads()
-    estimator = Estimator(device_of(device), math.inf, until - 60 * minutes * (1 - TRIAL_SHARE))
-    options = f"--budget {budget} --minutes {minutes:g} --device {device} --dtype {dtype} --data {data}"
-    made_by = f"# Made by: bench which {model} {options}\n"
+    estimator = Estimator(device_of(machine["device"]), math.inf, until - 60 * minutes * (1 - TRIAL_SHARE))
+    options = {"budget": budget, "minutes": minutes, "device": machine["device"], "dtype": dtype, "data": data}
+    made_by = f"# Made by: bench which {model}{''.join(f' --{name} {value}' for name, value in options.items() if value)}\n"
     if fresh or not suite.is_file() or not suite.read_text(encoding="utf-8").startswith(made_by):
         click.echo(f"trying policies on {model}, to choose what fits into {minutes:g} min", err=True)
-        content, notes = suite_for(ModelSpec(id=model, dtype=dtype), budget, data, estimator, until - time.monotonic())
+        content, notes = suite_for(
+            ModelSpec(id=model, dtype=dtype or "float32"), budget, data, estimator, until - time.monotonic()
+        )
         suite.parent.mkdir(parents=True, exist_ok=True)
         suite.write_text(made_by + content, encoding="utf-8")
         click.echo("".join(f"{note}\n" for note in notes), err=True, nl=False)
