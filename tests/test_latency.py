@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import bench_in as bench
 from conftest import model_of
 
 from kvbench.harness.core import device
@@ -121,26 +118,6 @@ def test_the_roofline_counts_every_byte_once(batch):
     assert afresh["bytes"] == head_and_layers
     head = 2 * batch * model.hf.lm_head.weight.numel()  # of the last token alone
     assert afresh["operations"] == 17 * (bound["operations"] - head) + head
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> Path:
-    """The CPU suite, cut short, twice: the second time only some of its policies."""
-    folder = tmp_path_factory.mktemp("latency")
-    short = ["tokens=64", "prompt=16", "rounds=6", "sittings=2", "most_sittings=2", "steps=1", "capacity=[16]"]
-    args = ["run", "latency-cpu", "--set", "id=random:stories-260k", *(x for s in short for x in ("--set", s)), "--threads", 1]
-    done = bench(*args, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    (folder / "args.json").write_text(json.dumps([str(a) for a in args]))
-    return folder
-
-
-@pytest.mark.slow("measures suites")
-def test_cells_measured_side_by_side_are_finished_together_or_measured_again_together(ran):
-    args = json.loads((ran / "args.json").read_text())
-    assert bench(*args, cwd=ran).stderr.count("6 cells were finished before and skipped") == 1
-    next((ran / "results").rglob("*dense*.npy")).unlink()
-    assert "skipped" not in bench(*args, cwd=ran).stderr
 
 
 @pytest.mark.slow("measures suites")

@@ -60,7 +60,7 @@ for name, tokens in tokens_read.items():
         os._exit(0)
     assert os.wait()[1] == 0
 """
-BOUNDED = ["window", "sink_window", "h2o", "random", "recompute_window"]
+BOUNDED = ["sink_window", "h2o", "recompute_window"]
 
 
 @pytest.fixture(scope="module")

@@ -132,8 +132,10 @@ def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> N
 
 
 @pytest.mark.slow("takes seconds")
-@pytest.mark.parametrize(("policy", "mode"), [(p, m) for p in STREAMING for m in MODES if m == "cache" or p in IN_EVERY_MODE])
-@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+@pytest.mark.parametrize(
+    ("policy", "mode", "ragged"),
+    [(p, m, r) for p in STREAMING for m in MODES for r in (False, True) if p in IN_EVERY_MODE or (m, r) == ("cache", False)],
+)
 def test_every_policy_position_mode_and_block_size(policy, mode, ragged):
     """Neither steps nor blocks wait for the device, in closed form or walked; nor do `fork` and `reserve`.
 

@@ -100,34 +100,22 @@ policies: [bad.py:Bad, window]
 """
 
 
-def raised(error: BaseException) -> BaseException:
-    """An error that was raised and caught."""
-    try:
-        raise error
-    except BaseException as caught:
-        return caught
-
-
 def test_a_failure_is_bounded_and_in_one_line():
-    deep = failure(raised(RuntimeError("x" * 5000 + "\nsecond line")))
-    assert deep["message"] == "x" * 300
-    assert len(deep["traceback"]) <= 30
-    assert max(map(len, deep["traceback"])) <= 300
 
     def down(n: int) -> None:
         across(n - 1)
 
     def across(n: int) -> None:
         if n < 0:
-            raise ValueError("bottom")
+            raise ValueError("x" * 5000 + "\nsecond line")
         down(n)
 
-    with pytest.raises(ValueError, match="bottom") as caught:
+    with pytest.raises(ValueError, match="second line") as caught:
         down(200)
     told = failure(caught.value)
+    assert told["message"] == "x" * 300
     assert len(told["traceback"]) == 30
-    assert told["traceback"][-1] == "ValueError: bottom"
-    assert failure(ValueError())["message"] == ""
+    assert max(map(len, told["traceback"])) <= 300
 
 
 def test_what_ran_out_of_memory_is_called_so():

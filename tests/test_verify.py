@@ -138,18 +138,6 @@ def test_what_follows_from_the_rest_of_the_record_can_not_be_forged_alone(way, t
     assert said.startswith(f"{'bits_per_byte' if way == 'bytes' else way} is ")
 
 
-@pytest.mark.parametrize("seconds", [0.0009, 0.00451, 0.0145001, 0.02049, 0.5, 3.0])
-def test_the_speed_of_a_short_measurement_is_known_as_well_as_its_seconds(seconds, tmp_path):
-    made, tokens, recorded = of_tokens(tmp_path), 200, round(seconds, 3)
-
-    def wrong(speed: float) -> list[str] | None:
-        edit(made, facts={"measured_seconds": recorded, "tokens_per_second": round(speed, 1)}, data={"tokens": tokens})
-        return problems(made, tmp_path)
-
-    assert wrong(tokens / seconds) == []
-    assert wrong(1.1 * tokens / (recorded - 0.0005)) != []
-
-
 @pytest.mark.parametrize(
     ("changes", "slots"),
     [

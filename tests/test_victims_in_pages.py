@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from every_policy import evicting, instances
+from every_policy import instances
 from factories import CLOSE, MODES, check_streams_are_read_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,6 @@ from test_budgets import DOUBLE, WORTH, check, even, heads_of
 
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.evict import Pages
-from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
@@ -68,17 +67,6 @@ def test_any_pages_in_any_mode_any_block_and_any_batch(data):
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory):
     return instances(tmp_path_factory.mktemp("files"))
-
-
-@pytest.mark.parametrize("name", [n for n in evicting() if n not in HEADS_DIFFER and not policy_class(n).outcome][::5])
-def test_pages_of_one_token_are_none_exactly(name, policies):
-    """Each head by itself."""
-    model, tokens, got = model_of("llama"), tokens_of(LENGTH), []
-    for evict in (1, Pages(1, "per_head")):
-        read = CachedDecoder(model, CacheConfig(policies[name], 12, limit=30, seed=3, evict=evict), method=TOKEN_BY_TOKEN)
-        got.append((in_blocks(read, tokens, 9), read.kept()))
-    assert torch.equal(got[0][0], got[1][0])
-    assert got[0][1] == got[1][1]
 
 
 def test_what_goes_are_pages_of_the_stream_and_heads_of_a_union_hold_the_same():
