@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from factories import cell_record
@@ -24,7 +23,6 @@ from kvbench.harness.tasks.lm_eval import LmEval
 from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.harness.tasks.trace import Trace
-from kvbench.harness.tasks.trace.programs import TraceData
 from kvbench.harness.tasks.trace.schema import TraceOptions
 from kvbench.harness.tasks.turns import Turns, TurnsOptions
 from kvbench.policies.dense import Dense
@@ -165,19 +163,6 @@ def test_a_trace(answer, right, options, tmp_path):
     record = SimpleNamespace(cell=SimpleNamespace(task_options=lambda kind: options))
     figures = Trace.from_trace(record, tmp_path / "trace")
     assert (figures["outcomes"], figures["right"], figures["accuracy"]) == ("01"[right], int(right), float(right))
-
-
-@pytest.mark.parametrize("last", ["end", "ask", "L5"])
-@pytest.mark.parametrize("options", [SMALL, TEACHER], ids=["written", "teacher"])
-def test_a_trace_is_judged_to_its_last_word(last, options, machine_dir, tmp_path):
-    tokenizer = load_tokenizer(machine_dir)
-    prompt, right = (np.array(tokenizer.convert_tokens_to_ids(words.split())) for words in (PROMPT, RIGHT))
-    data = TraceData(prompt[None], (right,), 0, 1, 2.0, "by hand", tokenizer)
-    tokens = tokenizer.convert_tokens_to_ids([*RIGHT.split()[:-1], last, *["ask"] * options.limit])
-    job = job_of(data, Scripted(tokens, len(tokenizer)), tmp_path)
-    figures = Trace.run(options, job)
-    assert (figures.outcomes, figures.words_right) == (("1", [20]) if last == "end" else ("0", [19]))
-    assert json.loads(job.trace.read_text())["said"].split()[19] == last
 
 
 # (completion, right answer, exact: nothing else is said; contained: as whole words, whatever the case and spaces, not denied;

@@ -175,29 +175,11 @@ def test_on_a_gpu_random_keys_stand_for_the_stream_and_on_a_cpu_it_is_read(measu
     assert 0 < h2o["bookkeeping_share"] < 1
 
 
-def test_a_16_bit_rate_of_a_cpu_is_at_least_that_of_float32(monkeypatch):
-    """Without instructions for 16 bits a large product took 40 times as long as in float32, and a step looked impossible."""
-    monkeypatch.setitem(device._MATRIX_SIDE, "cpu", 8)
-    monkeypatch.setattr(device, "best_seconds", lambda work, on, repeats: 0.5 if work().dtype == torch.float32 else 20.0)
-    assert device.multiply_rate(torch.device("cpu"), torch.bfloat16) == 2 * 8**3 / 0.5
-
-
 def test_what_does_not_settle_is_flagged_with_its_spread(measured):
     (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"precision": 1e-9}))
     assert not found["settled"]
     assert found["flags"][0].startswith("unsettled: medians of 12 rounds lie between")
     assert found["spread_ms"][0] < found["spread_ms"][1]
-
-
-def test_growth_is_reserved_before_and_not_inside_a_step():
-    read = decoder(model_of("llama"), CacheConfig(Dense()))
-    read(torch.zeros(1, 250, dtype=torch.int64))
-    read.reserve(400)
-    place = read.walks[0].slots.tensors.keys.tensor.data_ptr()
-    for _ in range(300):
-        read(torch.zeros(1, 1, dtype=torch.int64))
-    assert read.walks[0].slots.tensors.keys.tensor.data_ptr() == place
-    assert read.slots == (550, 768)
 
 
 PROMPT_MS = [1000, 10, 20, 30, 40, 50, 60, 70]  # seven in the first sitting, of which the first warms up, and one in the second

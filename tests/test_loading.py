@@ -195,21 +195,17 @@ def hub(tmp_path, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("revision", [None, "main"])
-def test_a_model_of_the_hub_is_downloaded(hub, revision):
+@pytest.mark.parametrize(
+    ("revision", "cached", "locally"),
+    [(None, True, [False]), ("main", True, [False]), (COMMIT, True, [True]), (COMMIT, False, [True, False])],
+)
+def test_a_model_of_the_hub_is_downloaded_unless_its_commit_is_there(hub, revision, cached, locally):
     """A branch moves, so the hub is asked, but only for files that we read."""
-    assert model_directory("owner/name", revision, False) == hub.directory
-    (asked,) = hub.asked
-    assert (asked["local"], asked["revision"]) == (False, revision)
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert "pytorch_model*.bin" not in asked["allow_patterns"]
-
-
-@pytest.mark.parametrize(("cached", "locally"), [(True, [True]), (False, [True, False])])
-def test_a_commit_that_is_there_is_not_asked_for(hub, cached, locally):
     hub.cached = cached
-    assert model_directory("owner/name", COMMIT, False) == hub.directory
+    assert model_directory("owner/name", revision, False) == hub.directory
     assert [asked["local"] for asked in hub.asked] == locally
+    assert "*.safetensors" in hub.asked[-1]["allow_patterns"]
+    assert "pytorch_model*.bin" not in hub.asked[-1]["allow_patterns"]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from conftest import bench
 from kvbench.harness.core import plugins, user_files
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.source_digests import source_digest
-from kvbench.harness.models.config import read_config
 from kvbench.harness.run.cache_arguments import policy_of
 from kvbench.harness.run.python import run
 
@@ -27,11 +25,6 @@ h2o = theirs:Bare
 
 [bench.tasks]
 perplexity = theirs:Bare
-
-[bench.models]
-theirs = theirs_model:TheirConfig
-theirs_gone = theirs:Gone
-llama = theirs_fails:Fails
 
 [bench.commands]
 greet = theirs_commands:greet
@@ -50,14 +43,6 @@ def greet(name):
         raise UserError("greet: nobody is there")
     click.echo(f"hello {name}")
 
-"""
-THEIR_MODEL = """
-from transformers import AutoConfig, LlamaConfig
-
-class TheirConfig(LlamaConfig):
-    model_type = "theirs"
-
-AutoConfig.register("theirs", TheirConfig, exist_ok=True)
 """
 THEIRS = """
 from kvbench.policies.window import Window
@@ -81,7 +66,6 @@ def package(tmp_path, monkeypatch) -> Path:
         "theirs_exits.py": "raise SystemExit(3)\n",
         "theirs.py": THEIRS,
         "theirs_commands.py": THEIR_COMMANDS,
-        "theirs_model.py": THEIR_MODEL,
         "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",
         "theirs-1.0.dist-info/entry_points.txt": ENTRIES,
     }
@@ -119,19 +103,6 @@ def test_a_command_of_a_package_is_run_like_ours(package, capsys):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("bench: the plug-in 'gone_too' (theirs_commands:gone) can't be loaded: AttributeError")
     assert "Show the facts that a bug report needs" in bench(capsys, "doctor", "--help")[1], "a built-in name means our command"
-
-
-def test_a_model_type_of_a_package_is_imported_when_its_config_is_read(package, tmp_path):
-    """One that transformers knows is not looked up."""
-    config = tmp_path / "config.json"
-    for name, says in (
-        ("llama", None),
-        ("theirs_gone", "the plug-in 'theirs_gone' \\(theirs:Gone\\) can't be loaded"),
-        ("theirs", None),
-    ):
-        config.write_text(json.dumps({"model_type": name, "num_hidden_layers": 3}))
-        with pytest.raises(UserError, match=says) if says else nullcontext():
-            assert (read_config(tmp_path).model_type, read_config(tmp_path).num_hidden_layers) == (name, 3)
 
 
 A = "from kvbench.policies.window import Window\nclass A(Window): ...\n"

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
-import lm_eval
 import pytest
-import yaml
 from conftest import bench
 
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.records import RecordStore
 from kvbench.harness.tasks.lm_eval.measure import question_start
-
-LONGBENCH = sorted((Path(lm_eval.__file__).parent / "tasks" / "longbench").glob("[!_]*.yaml"))
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads lm-eval's YAML, and leaves its functions alone."""
-
-
-_Loader.add_constructor("!function", lambda loader, node: node.value)
-
-
-@pytest.mark.parametrize("file", LONGBENCH[::6], ids=lambda p: p.stem)
-def test_longbenchs_questions_begin_where_the_context_ends(file):
-    task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    template = task["doc_to_text"]
-    document = {"context": "A story. Question: who? It ends here.", "question": "Who did it?"}
-    prompt = template.replace("{{context}}", document["context"]).replace("{{question}}", document["question"])
-    prompt = prompt.replace("{{input}}", document["question"])
-    start = question_start(prompt, task["task"], document)
-    assert prompt[:start] == template[: template.index("{{context}}")] + document["context"]
-
 
 RULER = {
     "niah_single_1": "A special magic number is hidden within the following text.\nText. What is the special magic number?\n"

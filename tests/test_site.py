@@ -133,17 +133,6 @@ def test_a_suite_is_loaded_when_it_is_chosen_and_a_missing_file_is_named(opened,
 
 
 @IN_BROWSER
-@pytest.mark.parametrize(("width", "tab"), [*itertools.product([390, 1024, 1440], VIEWS)])
-def test_no_page_scrolls_sideways_and_no_text_is_tiny(width, tab, opened):
-    page = opened(of_budgets(), address=tab, size={"width": width, "height": 900})
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    sizes = page.evaluate("[...document.querySelectorAll('main *')].map((x) => parseFloat(getComputedStyle(x).fontSize))")
-    assert min(sizes) >= 11
-    if not tab:
-        assert page.locator(".scroll:visible").evaluate("x => x.scrollWidth - x.clientWidth") <= 0
-
-
-@IN_BROWSER
 def test_a_row_opens_to_its_rivals_and_to_what_repeats_it(opened):
     page = opened(of_budgets())
     (question,) = questions(of_budgets())
@@ -217,10 +206,3 @@ def test_the_data_of_all_suites_are_the_feed(embedded):
         assert sorted(map(json.dumps, parts)) == sorted(map(json.dumps, made[name]))
     for name in ("papers", "provenance"):
         assert {key: part for data in suites.values() for key, part in data[name].items()} == made[name]
-
-
-def test_no_two_scripts_define_the_same_name():
-    """They are joined to one module, which has one name space."""
-    names = re.findall(r"^(?:const|let|function|class) (\w+)", site.program(), re.M)
-    assert len(names) == len(set(names))
-    assert not re.search(r"^(import|export) ", site.program(), re.M)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import model_of
-from factories import chooser, edit, record
+from factories import chooser
 from reference import ListBackend
 from test_suite import GOOD, load
 
@@ -14,7 +14,6 @@ from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records.aggregates import scored_mask
-from kvbench.harness.report.pairing import paired
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 from kvbench.harness.tasks.task import Job
@@ -62,23 +61,6 @@ def test_recompute_scores_the_same_tokens_of_every_stream(tmp_path):
     full, _ = measured(text, H2O(), tmp_path, streams=4, stride=7)
     assert np.flatnonzero(np.isfinite(nll)).tolist() == np.flatnonzero(scored_mask(201, 1, 7, 4)).tolist()
     assert full["on_stride"]["tokens"] == sparse["blocks"]["tokens"]
-
-
-def test_pairs_leave_out_where_caches_fill_in_every_stream(tmp_path):
-    text = text_of(4096, 1)
-    a, _ = measured(text, H2O(), tmp_path, streams=8)
-    b, _ = measured(text, SinkWindow(2), tmp_path, streams=8)
-    records = [
-        edit(record(p, 12, data={"prefix": [7], "ids_sha256": "x"}), metrics=m) for p, m in (("h2o", a), ("sink_window", b))
-    ]
-    size = a["blocks"]["size"]
-    found = paired(*records)
-    # Of 512 positions in a stream, whole runs of 32 after the 13th; those that hold the next stream's start are left out.
-    starts = [s for s in range(0, 4097, size) if (s - 1) % 512 >= 13 and (s - 1) % 512 + size <= 512]
-    assert found.blocks > 0
-    assert size == 32
-    expected = [(a["blocks"]["nll_sum"][s // size] - b["blocks"]["nll_sum"][s // size]) for s in starts]
-    assert found.mean == pytest.approx(sum(expected) / (size * len(starts)), abs=1e-6)
 
 
 CADENCES = [

@@ -159,12 +159,3 @@ def test_a_failed_cell_and_other_models_are_shown_as_such():
     assert "**failed**: out of memory" in page
     assert "58.25" in page
     assert "<b>" not in page
-
-
-def test_latency_ratios_are_of_ours_and_never_against_dense():
-    what = {"suite": "latency", "model": "random:llama-2-13b", "capacity": 4096, "task": {"name": "latency", "batch": 1}}
-    slow = cell_record({"step_ms": 200.0}, policy="recompute_window", parameters={}, **what)
-    fast = cell_record({"step_ms": 10.0}, policy="sink_window", parameters={"sinks": 4}, **what)
-    page = paper.render([slow, fast]).text
-    row = next(line for line in page.splitlines() if "Llama-2-13B: recompute / sink + window" in line)
-    assert "*22.22* → **20** (-10.0 %)" in row

@@ -292,16 +292,6 @@ def test_every_figure_but_bytes_follows_from_the_trace_file(measured):
     assert bounded == {cell: sizes[cell] for cell in bounded}
 
 
-@given(seed=st.integers(0, 10**9), lines=st.integers(2, 5), restate=st.sampled_from(["full", "reads"]))
-def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
-    """Else it would go on for ever."""
-    options = TraceOptions(programs=1, lines=lines, registers=3, steps=20, restate=restate)
-    made = register_machine.program(random.Random(seed), lines, restate, False, (20, 40), 3)
-    words = [word for step in made.steps() for word in step.words]
-    for end in range(options.step, len(words), 5):
-        assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"
-
-
 def test_several_answers_to_a_program_are_one_cluster():
     twice = made([RIGHT, RIGHT, "ask", "ask"] * 20, programs=40, samples=2, temperature=1.0)
     assert len(answers([twice]).streams) == 40

@@ -100,39 +100,28 @@ def test_a_record_from_the_future_is_told_before_anything_is_measured(tmp_path, 
     assert "1 records have a time in the future" in done.stderr
 
 
-UNSUPPORTED = [errno.ENOLCK, errno.ENOTSUP, errno.EIO]
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_without_file_locks_a_second_run_is_kept_out_and_a_later_one_is_not(number, tmp_path, monkeypatch):
+    """The lock of a process that ended on this host is taken over."""
 
-
-@pytest.fixture(params=UNSUPPORTED, ids=[errno.errorcode[e] for e in UNSUPPORTED])
-def no_locks(request, monkeypatch):
     def flock(*_):
-        raise OSError(request.param, os.strerror(request.param))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-
-
-def test_without_file_locks_a_second_run_is_kept_out_and_a_later_one_is_not(no_locks, tmp_path):
-    store, owner = RecordStore(tmp_path), tmp_path / "smoke" / (LOCK + OWNER_SUFFIX)
-    for _ in range(2):
-        with store.locked("smoke"):
-            assert owner.read_text() == f"{socket.gethostname()} {os.getpid()}\n"
-            with pytest.raises(UserError, match=f"another run .*process {os.getpid()}"), store.locked("smoke"):
-                pass
-            with store.locked("another"):
-                pass
-        assert not owner.exists()
-
-
-def test_the_lock_of_a_process_that_ended_here_is_taken_over_and_that_of_another_host_is_not(no_locks, tmp_path):
+    store, owner, host = RecordStore(tmp_path), tmp_path / "smoke" / (LOCK + OWNER_SUFFIX), socket.gethostname()
+    owner.parent.mkdir()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    owner = tmp_path / "smoke" / (LOCK + OWNER_SUFFIX)
-    owner.parent.mkdir()
-    owner.write_text(f"{socket.gethostname()} {ended.pid}\n")
-    with RecordStore(tmp_path).locked("smoke"):
-        assert owner.read_text().split()[1] == str(os.getpid())
+    for before in (None, f"{host} {ended.pid}\n"):
+        if before:
+            owner.write_text(before)
+        with store.locked("smoke"), store.locked("another"):
+            assert owner.read_text() == f"{host} {os.getpid()}\n"
+            with pytest.raises(UserError, match=f"another run .*process {os.getpid()}"), store.locked("smoke"):
+                pass
+        assert not owner.exists()
     owner.write_text(f"elsewhere {ended.pid}\n")
-    with pytest.raises(UserError, match="elsewhere, process .* delete .*owner"), RecordStore(tmp_path).locked("smoke"):
+    with pytest.raises(UserError, match="elsewhere, process .* delete .*owner"), store.locked("smoke"):
         pass
 
 

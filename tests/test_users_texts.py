@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
-from kvbench.harness.data import arc, pg19, tables
-from kvbench.harness.data.data_files import SPLITS
+from kvbench.harness.data import pg19, tables
 from kvbench.harness.data.prose import Prose, fact_costs
 from kvbench.harness.data.stream import Text, opening, stream
 from kvbench.harness.models.load import load_tokenizer
@@ -141,25 +140,6 @@ def test_texts_without_scored_tokens_are_no_units_of_an_interval():
     texts = {"nll_sum": [2.0 * n for n in counts], "tokens": counts}
     blocks = StrideBlocks.model_validate({"nll_sum": [1.0], "tokens": [1], "size": 32, "texts": texts})
     assert units(blocks, 8, None, 0).tokens.tolist() == list(range(1, MIN_BLOCKS + 1))
-
-
-@pytest.mark.parametrize(
-    ("paths", "read"),
-    [
-        (["latest.jsonl", "contest.jsonl"], ["contest", "latest"]),
-        (["ARC-Easy/test-0.jsonl", "ARC-Easy/train-0.jsonl", "ARC-Challenge/test-0.jsonl"], ["ARC-Easy/test-0"]),
-        (["arc-easy_test.jsonl", "arc-challenge_test.jsonl"], ["arc-easy_test"]),
-        (["no-ARC-Easyness/test.jsonl", "b/train.jsonl"], ["no-ARC-Easyness/test"]),
-    ],
-    ids=["no split", "the hub's folders", "one folder", "a folder that only resembles a subset"],
-)
-def test_a_subset_is_a_whole_name_inside_the_users_folder(paths, read, tmp_path):
-    folder = tmp_path / "ARC-Challenge train"
-    for path in paths:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).touch()
-    chosen = tables.files(folder, (arc.SUBSETS, "ARC-Easy"), (SPLITS, "test"))
-    assert [str(path.relative_to(folder).with_suffix("")) for path in chosen] == read
 
 
 @pytest.fixture(scope="module")
