@@ -1,4 +1,4 @@
-"""Times the inner parts with pytest-benchmark: a decode step per policy, a slot write, importance, attention.
+"""Times a decode step and a block of tokens per policy, with pytest-benchmark.
 
     make microbench                      (or: pytest tests/benchmarks/bench_inner.py)
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from kvbench.harness.core import plugins
-from kvbench.harness.engine.attention import Terms, causal, weights
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
 
@@ -61,53 +59,3 @@ def test_block(benchmark, model, name):
     read = filled(model, name)
     tokens = torch.randint(model.hf.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(1))
     benchmark.pedantic(read, (tokens,), rounds=8, warmup_rounds=1)
-
-
-@pytest.mark.benchmark(group="slots of all layers")
-def test_slot_write(benchmark, model):
-    slots = filled(model, "window").walks[0].slots
-    rows = Rows(slots, slots.num_slots)
-    key, value = torch.rand(len(rows.keys), slots.shape.key_dim), torch.rand(len(rows.keys), slots.shape.value_dim)
-    benchmark(rows.write, key, value)
-
-
-@pytest.mark.parametrize("name", [n for n in POLICIES if plugins.policy_class(n).evicts])
-@pytest.mark.benchmark(group="importance, all layers")
-def test_importance(benchmark, model, name):
-    slots = filled(model, name).walks[0].slots
-    view = Rows(slots, slots.num_slots).view
-    view.step = torch.full_like(view.layer, CAPACITY + 64)
-    assert benchmark(slots.policy.importance, view).shape == view.rank.shape
-
-
-@pytest.mark.parametrize("name", ["window", "h2o"])
-@pytest.mark.benchmark(group="eviction, all layers")
-def test_eviction(benchmark, model, name):
-    slots = filled(model, name).walks[0].slots
-    rows = Rows(slots, slots.num_slots)
-    rows.view.step = torch.full_like(rows.view.layer, CAPACITY + 64)
-
-    def step() -> None:
-        slots.tensors.flat_rank.index_fill_(0, slots.tensors.free, CAPACITY)
-        rows.release(None, True, False)
-
-    benchmark(step)
-
-
-@pytest.mark.parametrize("slots", [128, 512, 2048])
-@pytest.mark.benchmark(group="attention of one token, one layer")
-def test_attention(benchmark, slots):
-    query, keys, values = torch.rand(6, 1, 48), torch.rand(6, slots, 48), torch.rand(6, slots, 48)
-
-    def attend() -> torch.Tensor:
-        mass = weights(torch.bmm(query, keys.transpose(1, 2)), Terms(1.0), 6)
-        return torch.bmm(mass, values)
-
-    assert benchmark(attend).shape == query.shape
-
-
-@pytest.mark.parametrize("length", [256, 1024])
-@pytest.mark.benchmark(group="causal attention of a block of 256, one layer")
-def test_causal(benchmark, length):
-    query, keys, values = torch.rand(1, 6, 1, 256, 48), torch.rand(1, 6, length, 48), torch.rand(1, 6, length, 48)
-    assert benchmark(causal, query, keys, values, Terms(0.1)).shape == query.shape

@@ -1,22 +1,19 @@
 """How fast the closed form and the compiled walk score text on a GPU, compared with what the chip can do.
 
-    python tests/gpu/speed.py [--row sink_window] [--out speed.jsonl] [--rehearse]
+    python tests/gpu/speed.py [--row sink_window] [--rehearse]
 
 Random weights of published shapes, random tokens, full caches: random K and V fill them. The device times every block. Prints
 a line of JSON per row as soon as it is measured: tokens per second, and the bound computed from rates measured on the same
-device. `--out` appends it to a file, too.
+device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -32,8 +29,7 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One configuration to time."""
 
     name: str
@@ -73,7 +69,7 @@ def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
     for _ in range(1 + row.blocks):  # the first one warms up
         tokens = torch.randint(vocabulary, (row.streams, row.block + 1), generator=draw).to(device)
         logits = read(tokens[:, :-1])
-        loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         marks.mark()
     milliseconds = statistics.median(marks.milliseconds())
     rate, memory = multiply_rate(device, model.dtype), bandwidth(device)
@@ -95,10 +91,8 @@ def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
         "tokens_per_second": count / seconds,
         "share_of_multiply_rate": by_operations / seconds,
         "times_bound": seconds / bound,
-        "minutes_for_4M_tokens": 4e6 / count * seconds / 60,
         "multiply_rate": rate,
         "bandwidth": memory,
-        "loss": float(loss),
     }
 
 
@@ -106,11 +100,8 @@ def main() -> int:
     """Time the rows. -> 1 if a row was not read with its method."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--row", choices=list(ROWS), help="only this one")
-    parser.add_argument("--out", type=Path, help="file to append the lines to; speed.jsonl in BENCH_RESULTS if that is set")
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
     arguments = parser.parse_args()
-    if arguments.out is None and "BENCH_RESULTS" in os.environ:
-        arguments.out = Path(os.environ["BENCH_RESULTS"]) / "speed.jsonl"
     rows = SMALL if arguments.rehearse else ROWS
     device = torch.device("cpu" if arguments.rehearse else "cuda")
     wrong = 0
@@ -120,12 +111,7 @@ def main() -> int:
         with torch.inference_mode():
             result = measured(row, model, device)
         wrong += result["method"] == "walk"
-        line = json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in result.items()})
-        print(line, flush=True)
-        if arguments.out is not None:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a") as file:
-                file.write(f"{line}\n")
+        print(json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in result.items()}), flush=True)
         del model
     return min(wrong, 1)
 
