@@ -158,6 +158,7 @@ def test_the_stream_is_restored_after_a_failed_capture(monkeypatch, fails_at):
     with pytest.raises(RuntimeError, match="a layer waits" if fails_at == "step" else "previous error"):
         CudaGraph(step, torch.zeros(1, 1))
     assert cuda.stream.return_value.__exit__.call_count == 2
+    assert cuda.CUDAGraph.return_value.capture_end.call_count == 2, "also after a failed step"
     cuda.set_stream.assert_not_called()
 
 

@@ -191,7 +191,7 @@ def test_dense_reading_gives_the_models_own_forward_pass(name):
 
 @pytest.mark.parametrize(
     ("name", "policy", "mode"),
-    [(list(LLAMAS)[(i + j) % len(LLAMAS)], policy, mode) for i, policy in enumerate(POLICIES) for j, mode in enumerate(MODES)],
+    [(list(LLAMAS)[i + j - 2], policy, mode) for i, policy in enumerate(POLICIES) for j, mode in enumerate(MODES)],
     ids=str,
 )
 def test_under_a_policy_every_step_is_that_of_the_naive_loop(name, policy, mode):
