@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import bench_in
 from torch import Tensor
-from vision import OUTLIER, OUTLIER_COLUMN, OUTLIER_ROW, vision_folder, vision_model, with_outlier
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 from watched import Whole
 
 from kvbench.harness.core.errors import UserError
@@ -22,6 +23,45 @@ from kvbench.lab.attention.figures import patch_figures
 from kvbench.lab.attention.images import in_directory, shapes
 from kvbench.lab.attention.notes import Notes
 from kvbench.lab.attention.vision import TokenLayout
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "image_size": 32,
+    "patch_size": 8,
+    "initializer_range": 0.2,
+}
+OUTLIER, OUTLIER_ROW, OUTLIER_COLUMN = 6, 1, 2  # a patch of the grid of 4 x 4
+
+
+def vision_model(family: str, **config: Any) -> PreTrainedModel:
+    """A random vision transformer with 4 x 4 patches."""
+    torch.manual_seed(0)
+    return AutoModel.from_config(CONFIG_MAPPING[family](**{**SIZES, **config})).float().eval()
+
+
+def with_outlier(layer: int, size: float = 900.0) -> PreTrainedModel:
+    """A DINOv2 with 4 registers in which one patch, the same of every image, becomes an outlier in one layer.
+
+    Its position embedding alone has a large number in dim 0. One unit of that layer's MLP looks for it and writes a large number
+    into dim 9.
+    """
+    hf: Any = vision_model("dinov2_with_registers", num_register_tokens=4)
+    with torch.no_grad():
+        embeddings = hf.embeddings
+        embeddings.patch_embeddings.projection.weight[0], embeddings.patch_embeddings.projection.bias[0] = 0, 0
+        embeddings.position_embeddings[..., 0] = 0
+        embeddings.position_embeddings[0, 1 + OUTLIER, 0] = 30
+        embeddings.cls_token[..., 0] = 0
+        mlp = hf.encoder.layer[layer].mlp
+        mlp.fc1.weight[0], mlp.fc1.bias[0] = 0, -10
+        mlp.fc1.weight[0, 0] = 5
+        mlp.fc2.weight[:, 0] = 0
+        mlp.fc2.weight[9, 0] = size
+    return hf
+
 
 SUITE = (
     "suite: look\nversion: 1\ndescription: d\nmodel: {{id: '{folder}'}}\n"
@@ -88,7 +128,8 @@ def run_suite(tmp_path, folder, options, *more, policy="dense"):
 
 @pytest.mark.slow("takes seconds")
 def test_a_suite_on_shapes_as_a_user_runs_it(tmp_path):
-    folder = vision_folder(tmp_path / "dino", with_outlier(0))
+    folder = tmp_path / "dino"
+    with_outlier(0).save_pretrained(folder)
     ran = run_suite(tmp_path, folder, "data: shapes, samples: 3, map_tokens: 6")
     assert ran.returncode == 0, ran.stderr
     record = json.loads(next((tmp_path / "r").rglob("dense*.json")).read_text())
