@@ -161,7 +161,7 @@ def test_memory_that_was_free_before_does_not_hide_a_cache(tmp_path):
     """Loading a model leaves free memory in the C library's heap. The quickstart's dense cache of 1 MiB once moved in there."""
     (tmp_path / "s.yaml").write_text(
         "{suite: s, version: 1, model: {id: 'builtin:sink_2'}, task: {name: memory, tokens: 512}, capacity: 64, "
-        "policies: [dense, random]}"
+        "policies: [dense]}"
     )
     request = RunRequest(str(tmp_path / "s.yaml"), threads=1)
     for found in request.measure(tmp_path / "results", request.cells()):

@@ -134,7 +134,7 @@ def test_data_that_do_not_fit_go_to_a_folder_and_those_of_gone_suites_are_delete
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_no_mutated_record_breaks_a_verb():
     failures = []
-    seen = fuzz(15, seed=3, told=failures.append)
+    seen = fuzz(10, seed=3, told=failures.append)
     assert not failures, failures[0]
-    assert seen["mutations"] == 15
-    assert seen["leaderboard: exit 0"] + seen["leaderboard: exit 1"] == 3, "1: a record was left out"
+    assert seen["mutations"] == 10
+    assert seen["leaderboard: exit 0"] + seen["leaderboard: exit 1"] == 2, "1: a record was left out"

@@ -51,7 +51,7 @@ def by_lists(policy, mode, context, continuation, first_eviction=0):
     ids=str,
 )  # every two of these occur together
 def test_a_continuation_is_worth_what_lists_say(policy, mode, prompt):
-    asked = requests(4)
+    asked = requests(2)
     reader = RequestReader(model_of("llama"), CacheConfig(policy, CAPACITY, mode, 12), prompt, batch=4, block=40)
     for (context, continuation), found in zip(asked, reader.loglikelihoods(asked), strict=True):
         first = len(context) - 1 if prompt == "once" else 0
@@ -118,7 +118,7 @@ def kept_of_a_cut_prompt(policy, context, continuation):
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_after_a_prompt_that_is_cut_at_its_end_the_cache_grows(policy, batch):
-    model, asked = model_of("llama"), requests(4, 6)
+    model, asked = model_of("llama"), requests(2, 6)
     reader = RequestReader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
     for (context, continuation), found in zip(asked, reader.loglikelihoods(asked), strict=True):
         tokens = torch.tensor([[*context, *continuation]], device=DEVICE)

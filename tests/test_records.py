@@ -37,6 +37,9 @@ def test_a_finished_cell_is_found_only_with_its_key_and_its_trace(tmp_path: Path
     assert store.finished(same_file) is None
     store.trace_path(made).unlink()
     assert store.finished(made) is None
+    failed = record(status="failed", error={"kind": "E", "message": ""}, metrics={})
+    store.write(failed)
+    assert store.finished(failed) is None
 
 
 @pytest.mark.parametrize(
