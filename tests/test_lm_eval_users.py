@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import bench
+from lm_eval._cli import HarnessCLI
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvbench.harness.cli import cli
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.arguments import Arguments
@@ -204,11 +207,32 @@ def test_kept_requests_are_those_of_the_same_command(tmp_path, monkeypatch):
     for option, changed in (("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")):
         monkeypatch.setattr(cache, "PATH", "root")
         config.write_text(changed)
-        command = ["run", "--gen_kwargs", option, "--config", str(config), "--cache_requests"]
-        catalogue.keep_requests_apart([*command, "refresh" if not folders else "true"])
+        requests = "refresh" if not folders else "true"
+        catalogue.keep_requests_apart({"gen_kwargs": option, "config": str(config), "cache_requests": requests})
         folders.append(cache.PATH)
     assert len({*folders}) == 3
     assert folders[0] == folders[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "batch_size"),
+    [
+        ([], "kvbench", "16"),
+        (["--batch_size", "4"], "kvbench", "4"),
+        (["--batch", "4"], "kvbench", "4"),
+        (["-b4", "-M", "hf"], "hf", "4"),
+        (["-C", "config.yaml"], None, None),
+        (["--config=config.yaml"], None, None),
+    ],
+)
+def test_the_command_has_our_defaults_unless_an_option_or_a_configuration_sets_them(options, model, batch_size, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    monkeypatch.setattr(HarnessCLI, "execute", lambda _, arguments: parsed.append(arguments))
+    monkeypatch.setattr(catalogue, "refuse_settings", lambda _: None)
+    monkeypatch.setattr(catalogue, "with_our_tasks", lambda *_: None)
+    cli.main(["lm-eval", *options, "--tasks", "kvbench_cloze"], standalone_mode=False)
+    assert (parsed[0].model, getattr(parsed[0], "batch_size", None)) == (model, batch_size)
 
 
 def test_a_suite_with_a_chat_template_that_a_base_model_lacks_is_refused():

@@ -41,15 +41,14 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
     command = list(arguments)
     if command[0] not in ("run", "ls", "validate"):
         command.insert(0, "run")
-    options = {argument.split("=", 1)[0] for argument in command}
-    if command[0] == "run" and not options & {"-h", "--help"}:
-        command += [] if options & {"--model", "-M", "--config", "-C"} else ["--model", "kvbench"]
-        command += [] if options & {"--batch_size", "-b", "--config", "-C"} else ["--batch_size", "16"]
-    catalogue.keep_requests_apart(command)
     sys.argv = ["bench lm-eval", *command]
     setup_logging()
     parser = HarnessCLI()
     parsed = parser.parse_args()
+    if parsed.command == "run" and not getattr(parsed, "config", None):
+        parsed.model = parsed.model or "kvbench"
+        vars(parsed).setdefault("batch_size", "16")
+    catalogue.keep_requests_apart(vars(parsed))
     try:
         catalogue.refuse_settings(vars(parsed))
         if hasattr(parsed, "include_path"):

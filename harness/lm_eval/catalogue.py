@@ -49,21 +49,16 @@ def register() -> None:
         model_registry.register(_MODEL_NAME, target="kvbench.harness.lm_eval.kvbench:KVBench")
 
 
-def keep_requests_apart(command: Sequence[str]) -> None:
-    """Give the requests that `--cache_requests` keeps a folder of their own for each command line and content of `--config`.
+def keep_requests_apart(options: Mapping[str, Any]) -> None:
+    """Give the requests that `--cache_requests` keeps a folder of their own for all other options and the content of `--config`.
 
     lm-eval's names of these files leave out generation settings, `--metadata` and the model.
     """
     from lm_eval.caching import cache
 
-    parts, words = [], iter(command)
-    for word in words:
-        if word == "--cache_requests":
-            next(words, None)  # a command that deletes or renews has the same folder
-        elif not word.startswith("--cache_requests="):
-            parts.append(word)
-            if (path := Path(word.partition("=")[2] or word)).is_file():
-                parts.append(hashlib.sha256(path.read_bytes()).hexdigest())
+    parts = [f"{name}={value}" for name, value in sorted(options.items()) if name not in ("cache_requests", "func")]
+    if (config := Path(options.get("config") or "")).is_file():
+        parts.append(hashlib.sha256(config.read_bytes()).hexdigest())
     cache.PATH = str(Path(cache.PATH) / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16])
 
 
