@@ -41,7 +41,7 @@ def test_an_option_that_is_wrong_is_a_users_mistake(command, says, capsys):
         ({"threads": -1}, "^threads: expected a whole number from 1 to "),
         ({"block": 1.5}, "^block: expected a whole number from 1 to "),
         ({"workers": True}, "^workers: expected a whole number from 1 to "),
-        ({"capacity": object()}, "expected a number, a text, a list or a mapping"),
+        ({"capacity": object}, "expected a number, a text, a list or a mapping"),
         ({"capacity": np.int64(4), "policies": {"name": "sink_window", "sinks": np.int64(4)}}, "capacity 4 "),
     ],
     ids=str,
