@@ -112,20 +112,24 @@ def small(monkeypatch):
 
 @pytest.mark.slow("measures suites")
 @pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
-def test_it_ends_in_sentences_and_a_page_and_resumes(small, tmp_path, capsys):
+def test_it_ends_in_an_answer_tables_and_a_page_and_resumes(small, tmp_path, capsys):
     command = ["which", "builtin:recall", "--budget", 96, "--minutes", 10, "--results", tmp_path, "--device", "cpu"]
     code, out, err = bench(capsys, *command)
     assert code == 0, err
-    assert "builtin:recall, 96 tokens: choose snapkv" in " ".join(out.split())
-    heads = {text.partition(":")[0] for text in out.split("\n\n")[1:]}
-    assert heads == {"text", "after a prompt", "once, seen", "once, unseen", "needle, seen", "needle, unseen"}
+    answer, *tables = out.split("\nwhich, builtin:recall, 96 tokens cached")
+    assert answer.startswith("builtin:recall, 96 tokens: choose snapkv")
+    assert all(table.count("\nsnapkv ") >= 1 and table.count("\nsink_window ") >= 1 for table in tables), out
+    assert len(tables) >= 3, "text, prompts, and questions"
     assert (tmp_path / "index.html").exists()
     measured_at = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.json") if file.name != "feed.json"}
     (suite,) = tmp_path.rglob("*.yaml")
     kept = suite.read_text()
     code, out, err = bench(capsys, *command, "--json")
     assert code == 0
-    assert json.loads(out)["sentence"].startswith("builtin:recall, 96 tokens: choose snapkv")
+    told = json.loads(out)
+    assert told["sentence"].startswith("builtin:recall, 96 tokens: choose snapkv")
+    heads = {finding.partition(":")[0] for finding in told["findings"]}
+    assert heads == {"text", "after a prompt", "once, seen", "once, unseen", "needle, seen", "needle, unseen"}
     assert "trying policies" not in err
     assert {file: file.stat().st_mtime_ns for file in measured_at} == measured_at
     assert suite.read_text() == kept

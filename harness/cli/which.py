@@ -17,7 +17,7 @@ import click
 from kvbench.harness.cli.measure import machine_options
 from kvbench.harness.cli.output import FILLED, debugging, results_option, writable
 from kvbench.harness.cli.pages import leaderboard
-from kvbench.harness.cli.terminal import line_width
+from kvbench.harness.cli.terminal import line_width, show_closing
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.run.request import RunRequest
 
@@ -92,17 +92,15 @@ def which(
 
 
 def _show(records: Sequence[Record], model: str, budget: int, results: str, as_json: bool) -> None:
-    """Print the answer and what went wrong, and write the page."""
+    """Print the answer, then a table for each question and what went wrong, and write the page."""
     from kvbench.harness.report.best_policy import best_policy
-    from kvbench.harness.report.closing import closing
 
     sentence, findings = best_policy(records, model, budget)
     if as_json:
         click.echo(json.dumps({"sentence": sentence, "findings": findings}, indent=1, ensure_ascii=False))
     else:
-        click.echo(click.wrap_text("\n\n".join([sentence, *findings]), line_width(), preserve_paragraphs=True))
-    for trouble in closing(records).troubles:
-        click.echo(trouble, err=True)
+        click.echo(click.wrap_text(sentence, line_width()))
     if records:
+        show_closing(records, results, to_stdout=not as_json)
         with contextlib.redirect_stdout(sys.stderr):
             click.get_current_context().invoke(leaderboard, results=results, out=None, paper=None, site="index.html")

@@ -28,7 +28,7 @@ def best_policy(records: Sequence[Record], model: str, budget: int) -> tuple[str
     judged = {head: names for head, names in leaders.items() if names}
     said = _sentence(judged) if judged else "no policy is known to lead." if rows else "no policy was measured in this time."
     most = max(map(len, rows.values()), default=0)
-    missing = [f" {head}: only {len(of)} of {most} policies were measured." for head, of in rows.items() if len(of) < most]
+    missing = [f" In '{head}', only {len(of)} of {most} policies were measured." for head, of in rows.items() if len(of) < most]
     return f"{visible(model)}, {budget:,} tokens: {said}{''.join(missing)}", findings
 
 
