@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import bench
@@ -10,12 +13,15 @@ from factories import record
 from fuzz_records import fuzz
 from stored import RECORDS
 
+from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore, publish
 from kvbench.harness.report import site, verify
 from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.feed import row
 from kvbench.harness.report.markdown import title
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -56,6 +62,20 @@ def test_only_charts_that_the_page_before_named_are_deleted(results, tmp_path, c
     shown = {file for page in ("README.md", "paper.md") for file in drawing_files((out.parent / page).read_text())}
     assert left == {"mine.svg"} | shown
     assert first - left
+
+
+@pytest.mark.slow("processes of its own")
+def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
+    out = tmp_path / "board" / "README.md"
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    whole = contents(out.parent)
+    command = [sys.executable, "-m", "kvbench", "leaderboard", "--results", str(results), "--out", str(out)]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    while any(p.poll() is None for p in both):
+        assert contents(out.parent) == whole, "whoever reads meanwhile sees whole files"
+    assert [(p.communicate()[1], p.returncode) for p in both] == [(b"", 0)] * 2
+    assert contents(out.parent) == whole
+    assert not list(out.parent.rglob("*.partial"))
 
 
 @pytest.mark.parametrize("file", ["README.md", "paper.md", "index.html", "feed.json"])
@@ -110,6 +130,20 @@ def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path,
     page = (out.parent / "index.html").read_text()
     assert "window" in page
     assert "keydiff" not in page
+
+
+def test_of_records_that_do_not_go_together_the_most_stay():
+    records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
+
+    def make(part):
+        kinds = {r.cell.policy.startswith("odd") for r in part}
+        if len(kinds) > 1:
+            raise TypeError("mixed")
+        return [r.cell.policy for r in part]
+
+    made, broken = make_without_broken(records, make)
+    assert made == [f"p{i}" for i in range(6)]
+    assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
 
 
 def test_data_that_do_not_fit_go_to_a_folder_and_those_of_gone_suites_are_deleted(results, tmp_path, capsys, monkeypatch):

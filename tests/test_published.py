@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,17 @@ def test_published_and_written_again_every_file_is_the_same(tmp_path):
     assert files_of(tmp_path / "published") == before
 
 
+def test_lines_are_sorted_and_short_and_values_are_found_with_pandas():
+    lines = (RECORDS / "budget.jsonl").read_text(encoding="utf-8").splitlines()
+    values = [json.loads(line) for line in lines]
+    assert values == sorted(values, key=lambda v: (v["cell_id"], v["key"]))
+    assert max(map(len, lines)) < 3000
+    frame = pd.read_parquet(RECORDS / "budget.parquet")
+    for _, made in RecordStore(RECORDS / "budget.jsonl").files():
+        row = frame[(frame.cell_id == made.cell_id) & (frame.name == "metrics.blocks.nll_sum")].iloc[0]
+        assert (row["values"] / 10**row.decimals).tolist() == made.metrics.blocks.nll_sum
+
+
 NUMBERS = [*([x] * 16 for x in (1, 0.1, -0.0, 1 / 3, 1e18, 1.0, 1 - 2**63, True)), [1, 1.0] * 8, [0.1] * 15]
 OTHERS = ["@", ["@"], {"@": "@"}, {"a": {"b": "@"}}, "x" * 500, "ü\u2028" * 40, {"a": [1.5] * 20, "b": "@"}, None, [], {}]
 
@@ -86,6 +98,26 @@ def test_every_command_reads_both_forms(answered, capsys):
     assert store.finished(edit(record(), cell={"seed": 1})) is None
     finished = datetime.datetime.fromisoformat(made.finished)
     assert datetime.datetime.fromisoformat(store.stamp(made, finished - datetime.timedelta(hours=1))) > finished
+
+
+def test_a_revision_has_both_files_of_a_suite(answered, tmp_path, monkeypatch):
+    made, _, published = answered
+    shutil.copytree(published, tmp_path / "repository/leaderboard/records")
+    monkeypatch.chdir(tmp_path / "repository")
+    author = ["-c", "user.name=me", "-c", "user.email=me@localhost"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "records"]):
+        subprocess.run(["git", *command], check=True)
+    for source in ("HEAD", "HEAD:leaderboard/records/s.jsonl"):
+        with open_records(source) as (records, folder):
+            assert records == [made]
+            assert find_trace(made, folder) is not None
+
+
+def test_pages_of_one_suites_file_need_a_place(answered, tmp_path, capsys):
+    file = answered[2] / "s.jsonl"
+    code, _, said = bench(capsys, "leaderboard", "--results", file)
+    assert (code, said) == (Exit.MISTAKE, f"bench: {file}: the records of one suite: say with --out where the pages go\n")
+    assert bench(capsys, "leaderboard", "--results", file, "--out", tmp_path / "pages.md")[0] == 0
 
 
 def test_the_newer_of_two_measurements_stays_and_other_keys_join(tmp_path):

@@ -158,6 +158,16 @@ def test_the_newest_record_of_a_cell_is_shown():
     assert newest([new, old]) == [new]
 
 
+def test_a_failed_cell_is_shown_as_failed():
+    failed = record(status="failed", error={"kind": "out of memory", "message": "x"}, metrics={})
+    assert "**failed**: out of memory" in section(failed, []).text
+
+
+def test_the_page_is_the_same_for_the_same_records_in_any_order():
+    records = [record("dense", None, 1.9), record("recompute_window"), record("h2o", 8, 2.1), record("h2o", 16, 2.05)]
+    assert section(records[0], records) == section(records[0], records[::-1])
+
+
 def test_differences_are_paired_and_after_the_cache_filled():
     page = section(record("dense", None, 1.9), [record("recompute_window", 8, 2.0), record("h2o", 8, 2.1)]).text
     row = next(line for line in page.splitlines() if line.startswith("| h2o"))

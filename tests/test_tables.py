@@ -78,6 +78,18 @@ def test_no_row_joins_two_devices():
         assert all(row["ms"] is None for row in question["budgets"][0]["rows"])
 
 
+def test_no_table_of_times_joins_two_ways_of_timing():
+    facts = {"device": "a CPU", "instructions": "AVX2"}
+    quality = [made(p, 8, 2.0, 640, facts=facts | {"threads": 1}) for p in ("good", "bad")]
+    two = [step("good", [1.0] * 6, threads=2, **facts), step("bad", [1.0] * 6, threads=4, **facts)]
+    asked = feed([*quality, *two])["questions"]
+    assert [question["machine"] for question in asked] == ["a CPU, threads 2, AVX2", "a CPU, threads 4, AVX2"]
+    timed = [[row["policy"] for row in question["budgets"][0]["rows"] if row["ms"]] for question in asked]
+    assert timed == [["good"], ["bad"]]
+    same = [step(p, [1.0] * 6, threads=2, **facts) for p in ("good", "bad")]
+    assert [question["machine"] for question in feed([*quality, *same])["questions"]] == ["a CPU"], "one machine needs no set-up"
+
+
 @pytest.mark.parametrize(("task", "axis", "values"), [("streameval", "distance", (2, 20)), ("lm_eval", "tasks", ("one", "two"))])
 def test_no_row_of_a_section_joins_two_devices(task, axis, values):
     """A row has a column for every distance, subset or task. The second device's has only those that it measured."""
@@ -159,3 +171,12 @@ def test_a_failed_cell_and_other_models_are_shown_as_such():
     assert "**failed**: out of memory" in page
     assert "58.25" in page
     assert "<b>" not in page
+
+
+def test_latency_ratios_are_of_ours_and_never_against_dense():
+    what = {"suite": "latency", "model": "random:llama-2-13b", "capacity": 4096, "task": {"name": "latency", "batch": 1}}
+    slow = cell_record({"step_ms": 200.0}, policy="recompute_window", parameters={}, **what)
+    fast = cell_record({"step_ms": 10.0}, policy="sink_window", parameters={"sinks": 4}, **what)
+    page = paper.render([slow, fast]).text
+    row = next(line for line in page.splitlines() if "Llama-2-13B: recompute / sink + window" in line)
+    assert "*22.22* → **20** (-10.0 %)" in row
