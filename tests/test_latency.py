@@ -28,6 +28,7 @@ from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.reset import Reset
 from kvbench.policies.window import Window
 
 SHORT = LatencyOptions(tokens=300, prompt=20, steps=2, rounds=6, sittings=2, most_sittings=2, precision=0.9)
@@ -274,6 +275,29 @@ def test_every_timed_step_counts_and_nothing_else_does(monkeypatch, tmp_path):
     assert choosing >= 16, "at least one choice in each step"
     assert results[0].bookkeeping_share == 0
     assert results[1].bookkeeping_share == pytest.approx(choosing / (16 * BOOKKEEPING_MS + choosing))
+
+
+def test_latency_times_a_reset_in_every_sitting(measured, tmp_path, monkeypatch):
+    """The timed steps are fewer than those between two resets, so text is read until one is near."""
+    timed, emptied = [False], []
+    time_round, clear = Lane.time_round, CachedDecoder.clear
+
+    def timing_round(self):
+        timed[0] = True
+        time_round(self)
+        timed[0] = False
+
+    def noting(self):
+        emptied.append(timed[0])
+        clear(self)
+
+    monkeypatch.setattr(Lane, "time_round", timing_round)
+    monkeypatch.setattr(CachedDecoder, "clear", noting)
+    (figures,) = measured([CacheConfig(Reset(reread=40), 200)])
+    assert emptied.count(True) == figures["sittings"] + len(figures["curve"]) - 1 == 2 + 1
+    assert figures["kv_bytes"] == model_of("llama").kv_bytes(200)
+    assert not [flag for flag in figures["flags"] if "bytes" in flag]
+    assert figures["largest_ms"] == pytest.approx(np.median(np.load(tmp_path / "0.npy").reshape(2, -1).max(1)), rel=1e-4)
 
 
 MIB = 2**20

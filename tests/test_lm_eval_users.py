@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvbench.harness.cli import cli
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval import arguments, catalogue
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
@@ -56,6 +56,20 @@ def test_kept_answers_are_those_of_the_same_tokenizer(tmp_path):
         signatures.append(Arguments.from_model_args(arguments).signature())
     assert len({*signatures}) == 3
     assert signatures[-1] == Arguments.from_model_args(arguments).signature()
+
+
+def test_what_lm_eval_keeps_is_of_the_file_that_was_read(monkeypatch):
+    """A folder may hold several GGUF files."""
+    read: list[str | None] = []
+    own = arguments.model_directory
+
+    def noted(model, revision, pickle, gguf_file=None):
+        read.append(gguf_file)
+        return own(model, revision, pickle)
+
+    monkeypatch.setattr(arguments, "model_directory", noted)
+    Arguments(pretrained="builtin:sink_2", gguf_file="a.gguf", device="cpu").signature()
+    assert read == ["a.gguf"]
 
 
 BASE = ("lm-eval", "--model_args", "pretrained=builtin:sink_2", "--tasks", "kvbench_cloze")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
+import lm_eval
 import pytest
+import yaml
 from conftest import bench
 
 from kvbench.harness.data.lookups import KINDS
@@ -26,6 +29,27 @@ RULER = {
 def test_rulers_questions_begin_where_they_are_asked(task):
     before, question = RULER[task].split("|")
     assert question_start(before + question, task, {}) == len(before)
+
+
+LONGBENCH = sorted((Path(lm_eval.__file__).parent / "tasks" / "longbench").glob("[!_]*.yaml"))
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads lm-eval's YAML, and leaves its functions alone."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: node.value)
+
+
+@pytest.mark.parametrize("file", LONGBENCH[::6], ids=lambda p: p.stem)
+def test_longbenchs_questions_begin_where_the_context_ends(file):
+    task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    template = task["doc_to_text"]
+    document = {"context": "A story. Question: who? It ends here.", "question": "Who did it?"}
+    prompt = template.replace("{{context}}", document["context"]).replace("{{question}}", document["question"])
+    prompt = prompt.replace("{{input}}", document["question"])
+    start = question_start(prompt, task["task"], document)
+    assert prompt[:start] == template[: template.index("{{context}}")] + document["context"]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,17 @@ def test_after_a_prompt_that_is_cut_at_its_end_the_cache_grows(policy, batch):
         assert found.logprob == pytest.approx(sum(float(logits[t, tokens[0, t + 1]]) for t in places), abs=1e-3)
 
 
+@pytest.mark.parametrize("policy", [H2O(), SinkWindow(sinks=2)], ids=str)
+def test_answers_after_a_cut_prompt_do_not_depend_on_the_batch(policy):
+    config, prompts = CacheConfig(policy, CAPACITY, evict="prompt"), [context for context, _ in requests(6, 7)]
+    one, many = (RequestReader(model_of("llama"), config, batch=batch) for batch in (1, 8))
+    said = one.generate(prompts, 12, lambda ids: False)
+    assert said == many.generate(prompts, 12, lambda ids: False)
+    assert said != RequestReader(model_of("llama"), CacheConfig(policy, CAPACITY)).generate(prompts, 12, lambda ids: False)
+    per_token = model_of("llama").kv_bytes(0)
+    assert one.held_bytes == (max(min(len(p), CAPACITY) for p in prompts) + 11) * per_token <= one.kv_bytes
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_question_after_the_cut_is_not_seen_by_the_policy(policy, batch):

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import model_of
-from factories import chooser
+from factories import chooser, edit, record
 from reference import ListBackend
 from test_suite import GOOD, load
 
 from kvbench.harness.data.stream import TokenStream
+from kvbench.harness.engine import loop
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records.aggregates import scored_mask
+from kvbench.harness.report.pairing import paired
+from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 from kvbench.harness.tasks.task import Job
@@ -61,6 +64,31 @@ def test_recompute_scores_the_same_tokens_of_every_stream(tmp_path):
     full, _ = measured(text, H2O(), tmp_path, streams=4, stride=7)
     assert np.flatnonzero(np.isfinite(nll)).tolist() == np.flatnonzero(scored_mask(201, 1, 7, 4)).tolist()
     assert full["on_stride"]["tokens"] == sparse["blocks"]["tokens"]
+
+
+def test_strides_begin_after_the_prompt(tmp_path):
+    text = text_of(200, 1)
+    sparse, nll = measured(text, RecomputeWindow(), tmp_path, streams=4, stride=7, prompt=20)
+    full, _ = measured(text, H2O(), tmp_path, streams=4, stride=7, prompt=20)
+    assert np.flatnonzero(np.isfinite(nll)).tolist() == [1 + 50 * b + t for b in range(4) for t in range(20, 50, 7)]
+    assert full["on_stride"]["tokens"] == sparse["blocks"]["tokens"]
+
+
+def test_pairs_leave_out_where_caches_fill_in_every_stream(tmp_path):
+    text = text_of(4096, 1)
+    a, _ = measured(text, H2O(), tmp_path, streams=8)
+    b, _ = measured(text, SinkWindow(2), tmp_path, streams=8)
+    records = [
+        edit(record(p, 12, data={"prefix": [7], "ids_sha256": "x"}), metrics=m) for p, m in (("h2o", a), ("sink_window", b))
+    ]
+    size = a["blocks"]["size"]
+    found = paired(*records)
+    # Of 512 positions in a stream, whole runs of 32 after the 13th; those that hold the next stream's start are left out.
+    starts = [s for s in range(0, 4097, size) if (s - 1) % 512 >= 13 and (s - 1) % 512 + size <= 512]
+    assert found.blocks > 0
+    assert size == 32
+    expected = [(a["blocks"]["nll_sum"][s // size] - b["blocks"]["nll_sum"][s // size]) for s in starts]
+    assert found.mean == pytest.approx(sum(expected) / (size * len(starts)), abs=1e-6)
 
 
 CADENCES = [
@@ -168,6 +196,34 @@ def test_the_number_at_once_changes_no_figure(count, all_at_once, tmp_path):
         assert [ours[n] for n in names] == [wanted[n] for n in names]
         assert other.facts.side_by_side is None
         assert made.facts.side_by_side.streams == count
+
+
+@pytest.mark.slow("measures suites")
+def test_a_cell_that_does_not_fit_after_all_says_what_to_do(tmp_path, monkeypatch):
+    plain = loop.decoder
+
+    def full(model, config, streams=1, method=EAGER):
+        if streams > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(model, config, streams, method)
+
+    monkeypatch.setattr(loop, "decoder", full)
+    path = tmp_path / "full.yaml"
+    path.write_text(SUITE.replace("streams: 7", "streams: 7, side_by_side: 4"))
+    request = RunRequest(str(path), threads=1, device="cpu")
+    records = request.measure(tmp_path / "full", request.cells(), progress=False)
+    for made in records:
+        assert made.error.kind == "out of memory"
+        assert made.error.message == "4 streams at once don't fit: give side_by_side: 2"
+
+
+def test_a_keep_map_holds_all_streams(tmp_path):
+    path = tmp_path / "kept.yaml"
+    path.write_text(SUITE.replace("streams: 7", "streams: 7, side_by_side: 2"))
+    request = RunRequest(str(path), threads=1, device="cpu")
+    (made,) = request.measure(tmp_path / "kept", request.cells()[1:2], progress=False, keep=KeepSteps())
+    assert made.status == "ok", made.error
+    assert made.facts.keep_map is not None
 
 
 def test_the_number_at_once_is_no_part_of_the_cell(tmp_path):

@@ -6,12 +6,15 @@ import itertools
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from factories import cell_record
 from hypothesis import given
 from hypothesis import strategies as st
+from stored import RECORDS
+from transformers import AutoModelForCausalLM
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import register_machine
@@ -19,15 +22,18 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.closing import closing
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.tasks.task import Job
+from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.harness.tasks.trace import Trace
 from kvbench.harness.tasks.trace.programs import figures, judged, sources, trace_data
 from kvbench.harness.tasks.trace.schema import TraceOptions
 from kvbench.policies import Policy
+from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.recompute_window import RecomputeWindow
@@ -117,6 +123,11 @@ def test_reads_count_up_to_the_first_wrong_word_and_with_a_teacher_all_of_them()
     assert (found.words_right, found.reads) == (11, [(8, True), (9, True), (7, False), (7, True)])
 
 
+def test_an_answer_that_ends_early_is_wrong_at_its_end():
+    found = judge(STEPS[0][:-2] + "end")
+    assert (found.right, found.ending, found.words_right, found.words) == (False, "ended", 9, 10)
+
+
 def test_an_answer_loops_if_as_many_steps_as_it_has_lines_came_before():
     first, second = STEPS[0], STEPS[1].replace("end", "L5")
     assert judge(" ".join(["ask", first, second, first, second])).ending == "looped"
@@ -124,6 +135,16 @@ def test_an_answer_loops_if_as_many_steps_as_it_has_lines_came_before():
     assert judge(" ".join([first, second, first, second, "v0"])).ending == "looped", "wherever it is cut"
     assert judge(" ".join([first, second, first, second.replace("3", "4")])).ending == "cut"
     assert judge(" ".join([first, second, first, STEPS[1]])).ending == "ended"
+
+
+@given(seed=st.integers(0, 10**9), lines=st.integers(2, 5), restate=st.sampled_from(["full", "reads"]))
+def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
+    """Else it would go on for ever."""
+    options = TraceOptions(programs=1, lines=lines, registers=3, steps=20, restate=restate)
+    made = register_machine.program(random.Random(seed), lines, restate, False, (20, 40), 3)
+    words = [word for step in made.steps() for word in step.words]
+    for end in range(options.step, len(words), 5):
+        assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"
 
 
 def line(said: str, held: float | None = None) -> dict:
@@ -184,11 +205,11 @@ def model(machine_dir):
     return load_model(machine_dir, "float32", CPU)
 
 
-def run(options, tokenizer, model, policy, tmp_path, capacity=20, evict=1, block=64, at_once=None):
+def run(options, tokenizer, model, policy, tmp_path, capacity=20, evict=1, block=64, at_once=None, **more):
     """Lines of the trace file, and figures."""
     options = options.model_copy(update={"side_by_side": at_once})
     data, config = trace_data(options, tokenizer), CacheConfig(policy, capacity, evict=evict)
-    job = Job(model, config, data, block, EAGER, tmp_path / "x.jsonl", lambda *_: None)
+    job = Job(model, config, data, block, EAGER, tmp_path / "x.jsonl", lambda *_: None, **more)
     found = Trace.run(options, job)
     return [json.loads(x) for x in job.trace.read_text().splitlines()], found
 
@@ -246,6 +267,25 @@ def test_right_traces_read_in_blocks_give_the_words_of_single_steps(policy, evic
         assert run(options, tokenizer, model, policy, tmp_path, evict=evict, block=block, at_once=at_once) == (steps, found)
 
 
+def test_logits_that_are_not_finite_are_a_failed_cell(tokenizer, tmp_path):
+    broken = SimpleNamespace(read_prompt=lambda tokens, block: torch.full((len(tokens), 261), float("nan")))
+    with pytest.raises(MeasurementError, match="not finite"):
+        run(SMALL, tokenizer, SimpleNamespace(device=CPU), Window(), tmp_path, open=lambda *_, **__: broken)
+
+
+def test_with_a_teacher_dense_says_what_the_models_own_forward_pass_says(tokenizer, model, machine_dir, tmp_path):
+    options = TINY.model_copy(update={"teacher": True})
+    lines, found = run(options, tokenizer, model, Dense(), tmp_path, None)
+    data, matches, theirs = trace_data(options, tokenizer), 0, AutoModelForCausalLM.from_pretrained(machine_dir)
+    for prompt, trace, answer in zip(data.prompts, data.traces, lines, strict=True):
+        ids = torch.tensor([[*prompt, *trace]])
+        likeliest = theirs(ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert answer["said"].split() == tokenizer.convert_ids_to_tokens(likeliest)
+        matches += sum(a == b for a, b in zip(likeliest, trace.tolist(), strict=True))
+    assert found.word_accuracy == matches / found.words
+    assert found.endings is None
+
+
 def test_a_model_without_the_words_and_programs_that_do_not_exist_are_mistakes_of_a_user(tokenizer, model_dir, monkeypatch):
     monkeypatch.setattr(register_machine, "_TRIES", 20)
     with pytest.raises(UserError, match="such as `bench pretrain machine` makes"):
@@ -298,3 +338,13 @@ def test_several_answers_to_a_program_are_one_cluster():
     low, high = answers([twice]).ends
     alone_low, alone_high = answers([made([RIGHT, "ask"] * 40)]).ends
     assert high - low > 1.3 * (alone_high - alone_low)
+
+
+def test_traces_of_other_lengths_are_never_pooled():
+    """In the table at the end of a run: dense has read longer ones, too, and has a row in two tables."""
+    records = RecordStore(RECORDS / "long_answers.jsonl").read_all()[0]
+    tables = [table for table in closing(records).tables if "right traces read" in table.heading]
+    assert len(tables) > 1
+    for table in tables:
+        assert all(line[table.head.index("right")] for line in table.lines)
+        assert table.lines[0][0] == "dense"

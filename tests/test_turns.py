@@ -16,10 +16,12 @@ from factories import cell_record
 from hypothesis import given
 from hypothesis import strategies as st
 from test_answering import job_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import registers, scbench
-from kvbench.harness.data.quiz import QuizData
+from kvbench.harness.data.quiz import QuizData, Script, quiz_data
 from kvbench.harness.data.register_machine import WORDS
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
@@ -147,6 +149,22 @@ def test_evidence_is_the_line_that_said_the_value_and_the_prompt_is_the_text(wor
     assert data.facts()["prompt_tokens"] == 1 + 3 * (asked.system + asked.facts)
 
 
+def test_parts_that_come_alone_are_tokenised_alone():
+    """The border of a question and its answer may lie inside what would be one token."""
+    pairs = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", *"abcd ", "b "])}, [("b", " ")]))
+    pairs.pre_tokenizer = pre_tokenizers.Split(" x", "removed")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs)
+    script = Script("ab ", by_parts=True)
+    script.prompt = 3
+    script.ask("ab", "c", " c")
+    (made_quiz,) = quiz_data([script], "x", tokenizer).quizzes
+    (q,) = made_quiz.questions
+    assert (made_quiz.prompt, q.start, q.prompt_end, q.answer_end) == (2, 2, 4, 6)
+    script.by_parts = False
+    with pytest.raises(UserError, match="in one token"):
+        quiz_data([script], "x", tokenizer)
+
+
 @PAIRED
 @pytest.mark.parametrize("context", ["gold", "model"])
 def test_turns_are_the_greedy_words_of_one_stream(model, words, tmp_path, config, context):
@@ -193,6 +211,13 @@ def test_requests_leave_the_texts_cache_as_it_was(model, words, tmp_path, config
     assert answers[0] == answers[1]
     assert len(answers[0]) == asked.turns * asked.streams
     assert [a["turn"] for a in runs[1][:4]] == [3, 1, 4, 2]
+
+
+@PAIRED
+def test_one_turn_is_one_request(model, words, tmp_path, config):
+    turns, requests = (TurnsOptions(**SHORT | {"turns": 1, "streams": 5}, mode=mode) for mode in ("turns", "requests"))
+    runs = [answered(o, Turns.data(o, lambda: words, None), tmp_path, config, model) for o in (turns, requests)]
+    assert runs[0] == runs[1]
 
 
 def test_a_text_is_cut_before_its_questions(model, words, tmp_path):
@@ -299,6 +324,15 @@ def test_scbench_is_read_in_the_hubs_schema(published, tmp_path):
     ]:
         with pytest.raises(UserError, match=says):
             scbench.conversations("scbench_kv", turns, contexts, folder)
+
+
+def test_scbenchs_answers_are_right_if_the_string_is_in_them(tmp_path):
+    trace = tmp_path / "x.answers.jsonl"
+    line = {"gold": "ab-12", "held": None, "reach": None, "turn": 1, "kind": "text"}
+    said = ["it is ab-12.\nbye", "ab-1\u20282", "ab-12"]
+    trace.write_text("".join(json.dumps(line | {"said": x}, ensure_ascii=False) + "\n" for x in said), encoding="utf-8")
+    record = cell_record({}, task={"name": "turns", "data": "scbench"})
+    assert Turns.from_trace(record, trace)["outcomes"] == "101", "a line separator in an answer ends no line of the trace"
 
 
 def test_a_conversation_goes_from_a_suite_to_a_page(words_dir, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,11 +17,13 @@ from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
+from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.report.pairing import common_tokens, paired
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions, schema
 from kvbench.harness.tasks.task import Job, MeasurementError
+from kvbench.lab.studies.interval_coverage import PROCESSES, RUN, coverage_of_looks
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.window import Window
 
@@ -109,6 +112,12 @@ def test_it_stops_where_the_whole_trace_says_it_must(place, base, tmp_path):
     assert sum(m.texts.tokens) == sum(m.blocks.tokens) == read
 
 
+def test_where_it_stops_does_not_depend_on_blocks(base, tmp_path):
+    made = [measured(WORSE, options_of(0.0011), tmp_path, reference=base, block=b)[0].metrics for b in (777, 40_000, TOKENS)]
+    assert made[0].looks == made[1].looks == made[2].looks
+    assert made[0].tokens_read in LOOKS[:3]
+
+
 def test_intervals_of_several_planned_looks_are_bonferronis():
     """Each at 1 - 0.05 / k; the p-value is k times as large, so that both still agree."""
     sums, tokens = DRAW.normal(size=2000) + 0.1, np.full(2000, 32.0)
@@ -118,6 +127,17 @@ def test_intervals_of_several_planned_looks_are_bonferronis():
     assert four.p == pytest.approx(min(1, 4 * one.p))
     shift = four.low * 32
     assert interval(sums - shift, tokens, 32, 128, 4).p == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("process", ["white", "slow component, memory 256"])
+def test_corrected_intervals_hold_whenever_reading_stops_and_uncorrected_ones_do_not(process):
+    """A reader who stops when it suits is wrong wherever any of the looks is."""
+    looks = look_lengths(131_072, 128)
+    series = PROCESSES[process](np.random.default_rng(1), 500, 131_072 // RUN)
+    when_narrow, whenever = coverage_of_looks(series, looks, len(looks))
+    assert when_narrow >= 94
+    assert whenever >= 94
+    assert coverage_of_looks(series, looks, 1)[1] < 92
 
 
 SUITE = """
@@ -174,6 +194,19 @@ def test_looks_are_verified_from_the_traces_and_the_reference(short_blocks, tmp_
     value = json.loads(store.path(record).read_text())
     value["metrics"]["tokens_read"] -= 1
     assert problems(type(record).from_json(value), folder) != []
+
+
+def test_a_look_is_verified_where_the_last_text_has_no_scored_token(tmp_path, monkeypatch):
+    texts = (("empty", 1), ("a", 1), ("b", 90_001), ("one token, off the stride", TOKENS))
+    monkeypatch.setitem(globals(), "TEXT", replace(TEXT, starts=texts))
+    options = options_of(1e-9, stride=4)
+    reference, _ = measured(BASE, options, tmp_path, RecomputeWindow())
+    (tmp_path / f"{reference.stem}.json").write_text(json.dumps(reference.as_json()))
+    made, _ = measured(WORSE, options, tmp_path, RecomputeWindow(), reference)
+    made.cell = made.cell.model_copy(update={"policy": "recompute_window"})
+    figures = Perplexity.from_trace(made, TraceFile((tmp_path / "window.nll.npy").read_bytes(), tmp_path, tmp_path))
+    assert made.metrics.texts.tokens[::3] == [0, 0]
+    assert figures["looks"] == made.metrics.looks.model_dump()
 
 
 def test_looks_are_at_doubling_lengths_from_the_shortest_that_has_an_interval_to_the_limit():

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from factories import cell_record, edit
 from tokenizers import Tokenizer
@@ -16,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
-from kvbench.harness.data import pg19, tables
-from kvbench.harness.data.prose import Prose, fact_costs
+from kvbench.harness.data import arc, pg19, tables
+from kvbench.harness.data.data_files import SPLITS
+from kvbench.harness.data.prose import FACTS, MAX_WORDS_BETWEEN, MIN_WORDS_BETWEEN, Prose, fact_costs
 from kvbench.harness.data.stream import Text, opening, stream
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records.aggregates import nll_figures
@@ -81,6 +85,39 @@ def test_a_split_is_a_whole_word_of_a_files_own_name(names, read, left_out, tmp_
     assert all(f"{name}.txt" in said for name in sorted(left_out)[:3])
 
 
+@pytest.mark.parametrize(
+    ("paths", "read"),
+    [
+        (["latest.jsonl", "contest.jsonl"], ["contest", "latest"]),
+        (["ARC-Easy/test-0.jsonl", "ARC-Easy/train-0.jsonl", "ARC-Challenge/test-0.jsonl"], ["ARC-Easy/test-0"]),
+        (["arc-easy_test.jsonl", "arc-challenge_test.jsonl"], ["arc-easy_test"]),
+        (["no-ARC-Easyness/test.jsonl", "b/train.jsonl"], ["no-ARC-Easyness/test"]),
+    ],
+    ids=["no split", "the hub's folders", "one folder", "a folder that only resembles a subset"],
+)
+def test_a_subset_is_a_whole_name_inside_the_users_folder(paths, read, tmp_path):
+    folder = tmp_path / "ARC-Challenge train"
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).touch()
+    chosen = tables.files(folder, (arc.SUBSETS, "ARC-Easy"), (SPLITS, "test"))
+    assert [str(path.relative_to(folder).with_suffix("")) for path in chosen] == read
+
+
+def test_texts_beside_parquet_are_left_out_aloud(tmp_path, capsys):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "A.PARQUET")
+    (tmp_path / "b.txt").write_text("b")
+    assert [book.text for book in pg19.books("test", tmp_path)[1]] == ["a"]
+    assert "b.txt" in capsys.readouterr().err
+
+
+def test_untitled_rows_have_titles_of_their_own(tmp_path):
+    pq.write_table(pa.table({"title": ["Emma", None], "text": ["a", "b"]}), tmp_path / "named.parquet")
+    pq.write_table(pa.table({"text": ["c", "d", ""]}), tmp_path / "plain.parquet")
+    titles = [book.title for book in pg19.books("test", tmp_path)[1]]
+    assert titles == ["Emma", "named 2", "plain 1", "plain 2", "plain 3"]
+
+
 TEXT = "Ein Café.\r\nnaïve" + "é" * 9
 
 
@@ -98,6 +135,12 @@ def test_a_text_that_is_not_utf8_is_refused_with_the_first_wrong_byte(encoding, 
     (tmp_path / "row.jsonl").write_bytes(f'{{"question": "{TEXT[:8]}"}}'.encode(encoding))
     with pytest.raises(UserError, match=r"row.jsonl: (not text in UTF-8: byte 0x\w\w at offset|begins with)"):
         tables.rows(tmp_path / "row.jsonl", ("question",))
+
+
+def test_ascii_in_utf16_without_a_mark_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("plain".encode("utf-16-le"))
+    with pytest.raises(UserError, match="byte 0x00 at offset 1"):
+        list(pg19.books("test", tmp_path)[1])
 
 
 def test_a_byte_order_mark_of_utf8_is_skipped(tmp_path):
@@ -153,6 +196,23 @@ def test_the_same_seed_gives_the_same_text_however_it_is_asked_for():
     pieces = "".join(prose.text(500) for _ in range(40))
     assert Prose(3).text(len(pieces) - 1) == pieces
     assert Prose(4).text(1000)[:200] != pieces[:200]
+
+
+def test_tellings_are_where_they_say(made):
+    prose, text = made
+    words = {w for values in FACTS.values() for w in values}
+    assert len(prose.tellings) > 5000
+    assert all(text[t.start : t.end] in words for t in prose.tellings if t.end <= len(text))
+
+
+def test_distances_reach_from_the_nearest_to_the_farthest(made):
+    prose, _ = made
+    back = [t.words_back for t in prose.tellings if t.words_back is not None]
+    doublings = Counter(int(math.log2(x)) for x in back)
+    assert min(back) >= MIN_WORDS_BETWEEN
+    assert sorted(back)[int(0.99 * len(back))] <= 1.1 * MAX_WORDS_BETWEEN
+    assert all(doublings[i] > 0.04 * len(back) for i in range(6, 13))
+    assert 0.4 < len(back) / len(prose.tellings) < 0.8
 
 
 def test_a_fact_told_again_is_the_one_told_before(made):
