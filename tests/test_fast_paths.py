@@ -261,6 +261,8 @@ def test_what_is_traced_reads_like_the_policy():
     assert reads == {"state", "mass", "step", "position"}
     assert traced(Random().bind(8))[:2] == ("uniform(position, head, layer, seed)", ())
     assert AttentionSum() in H2O.statistics
+    for policy in (Random(sinks=2, window=3), Random(keep_prompt=True), H2O(normalise="age"), H2O(normalise="visible")):
+        assert traced(policy.bind(8)).importance
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="Triton's kernels need no C compiler")

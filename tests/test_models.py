@@ -152,3 +152,10 @@ def test_the_model_itself_is_left_as_it_was():
     check(adopt(hf))
     assert all(torch.equal(v, before[k]) for k, v in hf.state_dict().items())
     assert model_of("llama").hf.config._attn_implementation == "kv_bench"
+
+
+def test_the_window_is_put_back_after_the_check():
+    hf = tiny_model("mistral", sliding_window=4096)
+    check(adopt(hf))
+    assert hf.config.sliding_window == 4096
+    assert adopt(hf).layers[0].sliding_window == 4096

@@ -52,7 +52,7 @@ def test_the_block_the_streams_and_kernels_change_nothing(policy, method):
 
 
 CAPACITY = 9
-POLICIES = [Reset(), Reset(reread=0), Reset(sinks=2, reread=3), Reset(sinks=2), Reset(sinks=3, reread=6)]
+POLICIES = [Reset(), Reset(reread=0), Reset(reread=CAPACITY), Reset(sinks=2, reread=3), Reset(sinks=2), Reset(sinks=3, reread=6)]
 
 
 def naive(family: str, text: torch.Tensor, policy: Reset, capacity: int = CAPACITY) -> torch.Tensor:

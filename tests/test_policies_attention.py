@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cache
 
@@ -119,6 +120,34 @@ def test_of_a_prompt_only_the_last_steps_matter_to_a_statistic_that_says_so(case
     parts = prompt_views(model_of("llama"), stream(0), Shown())[0].states
     for state, part in zip(whole.values(), parts.values(), strict=True):
         torch.testing.assert_close(part, state, atol=0, rtol=0)
+
+
+class Given:
+    """A policy whose importance is known."""
+
+    def __init__(self, importance: torch.Tensor) -> None:
+        self.importance = lambda view: importance
+
+
+@every_case
+def test_slots_in_any_order_and_garbage_in_empty_ones_change_nothing(case):
+    policy = CASES[case][0].bind(17)
+    view = prompt_views(model_of("llama"), stream(0), policy, SEED)[0]
+    draw, empty = torch.Generator().manual_seed(1), 4
+    order = torch.stack([torch.randperm(LENGTH + empty, generator=draw) for _ in range(4)]).view(2, 2, -1)
+
+    def moved(x: torch.Tensor, garbage: float) -> torch.Tensor:
+        x = torch.cat([x, torch.full_like(x[:, :, :empty], garbage)], 2)
+        return x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - 3)), 2)
+
+    other = copy.copy(view)
+    other.rank, other.position = moved(view.rank, LENGTH + empty), moved(view.position, LENGTH - 2)
+    other.keys, other.values = moved(view.keys, 1e6), moved(view.values, 1e6)
+    other.states = {s: moved(x, 50.0) for s, x in view.states.items()}
+    importance = policy.importance(other)
+    assert not importance.isnan().any()
+    by_rank = importance.take_along_dim(other.rank.argsort(-1), 2)[..., :LENGTH]
+    assert kept(Given(by_rank), view, 17) == kept(policy, view, 17)
 
 
 def test_a_prompt_longer_than_the_cache_is_sampled():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import uniform_number
 
+from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.tracing import traced
 from kvbench.policies import CacheView, Policy
 from kvbench.policies.bigbird_static import BigBirdStatic
@@ -230,3 +231,8 @@ def test_lacache_refuses_what_it_cannot_do():
 def test_patterns_of_single_slots_are_compiled(policy):
     assert policy.scope == "slot"
     assert traced(policy.bind(16)).importance
+
+
+def test_lacache_is_not_compiled():
+    with pytest.raises(NotTraceableError, match="scope 'head'"):
+        traced(LaCache().bind(16))

@@ -15,6 +15,7 @@ from kvbench.policies import Attention, HeadSizes, Written
 from kvbench.policies.criticalkv import CriticalKV, OutputNorm
 from kvbench.policies.expected_attention import ExpectedAttention
 from kvbench.policies.h2o import H2O
+from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import Knorm
 from kvbench.policies.triattention import TriAttention
 
@@ -121,6 +122,15 @@ def test_criticalkv_never_evicts_what_its_score_never_evicts():
         assert all(set(range(29, 41)) <= set(head) for heads in kept(policy, view, 16) for head in heads)
         view.states[OutputNorm()] = torch.zeros_like(view.states[OutputNorm()])  # infinity times nothing is not a number
         assert (policy.importance(view)[..., 29:] == math.inf).all()
+
+
+def test_criticalkv_answers_for_the_policy_inside():
+    policy = CriticalKV(KeyDiff("unrotated")).bind(9)
+    assert policy.first == 4
+    assert policy.scope == "head"
+    assert policy.statistics == (*KeyDiff("unrotated").statistics, OutputNorm())
+    with pytest.raises(ValueError, match="window 9"):
+        CriticalKV(KeyDiff(window=9)).bind(9)
 
 
 def test_criticalkv_refuses_a_model_without_an_output_projection():

@@ -72,6 +72,25 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(slots_module, "PAGE", 4)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_close_up(data):
+    """With and without waiting for the device: what is left lies in the first slots, and nothing is lost or copied twice."""
+    rows, slots = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    count = torch.tensor([[data.draw(st.integers(1, slots))] for _ in range(rows)])
+    victims = torch.tensor([[data.draw(st.booleans()) for _ in range(slots)] for _ in range(rows)]) & (
+        torch.arange(slots) < count
+    )
+    left = count - victims.sum(-1, keepdim=True)
+    last = torch.arange(slots) >= left
+    holes, movers = victims & ~last, last & ~victims & (torch.arange(slots) < count)
+    for row, into, out_of in (pool.moves(victims, count, slots), pool._padded_moves(holes, movers, count, slots)):
+        held = torch.arange(slots).repeat(rows, 1)
+        held[row, into] = held[row, out_of]
+        for at in range(rows):
+            assert sorted(held[at, : left[at]].tolist()) == [s for s in range(count[at]) if not victims[at, s]]
+
+
 @pytest.mark.slow("many drawn cases")
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
@@ -164,6 +183,20 @@ def test_the_kernels_of_a_step_do_what_the_walk_does(policy: Policy, mode):
         held = ours.slots.tensors.rank < ours.slots.empty_rank
         for statistic, state in ours.slots.tensors.states.items():
             torch.testing.assert_close(state[held], theirs.slots.tensors.states[statistic][held], atol=1e-4, rtol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("evict", [1, "prompt", 3])
+def test_kernels_read_on_after_a_prompt_that_decided_budgets(evict):
+    model, tokens = model_of("llama"), tokens_of(100)
+    reads = [
+        CachedDecoder(model, CacheConfig(AtPrompt(H2O(4)), 14, evict=evict), method=method) for method in (BY_KERNEL, PLAIN_WALK)
+    ]
+    for read in reads:
+        read.read_prompt(tokens[:, :40], 9, once=True)
+    for token in tokens[:, 40:].split(1, 1):
+        torch.testing.assert_close(*(read(token) for read in reads), atol=CLOSE[torch.float32], rtol=0)
+        assert reads[0].kept() == reads[1].kept()
 
 
 @pytest.mark.parametrize("method", [EAGER, pytest.param(BY_KERNEL, marks=needs_compiler)], ids=["plain", "kernels"])

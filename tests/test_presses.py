@@ -16,13 +16,15 @@ from conftest import model_of, nll, tokens_of
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
+from kvbench.policies.dense import Dense
 from kvbench.policies.sink_window import SinkWindow
 
 KVPRESS = find_spec("kvpress") is not None
 PROMPT, LATER = 64, 40
-FORM = '''"""A press as kvpress writes them: hooks on every attention module while the context is open."""
+FORM = '''"""A press as kvpress writes them: hooks on every attention module while the context is open, notes on itself."""
 import contextlib
 from dataclasses import dataclass
 
@@ -73,6 +75,26 @@ class Each(BasePress):
         for press in self.presses:
             x = press.cut(x)
         return x
+
+@dataclass
+class DecodingPress(BasePress):
+    """Forgets all tokens but the first after every `interval` of them."""
+    interval: int = 16
+
+    def __post_init__(self):
+        self.steps = 0
+
+    def reset(self):
+        self.steps = 0
+
+    def forward_hook(self, module, args, kwargs, output):
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        self.steps += module.layer_idx == 0
+        if self.steps == self.interval:
+            layer.keys, layer.values = (x[:, :, :1] for x in (layer.keys, layer.values))
+            self.steps = 0 if module.layer_idx else self.steps
+            module.masked_key_indices = self.steps
+        return output
 '''
 
 
@@ -125,6 +147,40 @@ def test_a_press_cuts_a_prompt_as_the_policy_that_keeps_the_same(form, name, par
     found, expected = after_prompt(config(name, **parameters), tokens), after_prompt(SINKS, tokens)
     assert (found - expected).abs().max() < 3e-4
     assert abs(found.mean() - expected.mean()) < 1e-5
+
+
+def test_the_check_tells_a_length_that_is_wrong_and_reads_token_by_token(form):
+    check = own_loop(model_of("llama"), config("FirstAndNewest", **FIRST))
+    assert (check.loop.blocks, check.wrong_length) == (0, "get_seq_length says 64 after 256 tokens")
+
+
+def test_what_a_press_notes_is_its_decoder_s_alone(form):
+    """Two decoders in turn, and a cache without a press between them, on one model."""
+    tokens, wanted = tokens_of(40), config("DecodingPress", interval=8)
+    alone = decoder(model_of("llama"), wanted, 1, EAGER)
+    expected = torch.cat([alone(tokens[:, t : t + 1]) for t in range(40)], 1)
+    dense = decoder(model_of("llama"), CacheConfig(Dense()))(tokens)
+    one, other = (decoder(model_of("llama"), wanted, 1, EAGER) for _ in range(2))
+    plain = decoder(model_of("llama"), CacheConfig(policy_from("hf:DynamicCache", {}), positions="stream"))
+    found = []
+    for t in range(40):
+        found.append(one(tokens[:, t : t + 1]))
+        if t % 3 == 0:
+            other(tokens[:, t : t + 1])
+        assert (plain(tokens[:, t : t + 1])[:, 0] - dense[:, t]).abs().max() < 1e-3
+    assert torch.equal(torch.cat(found, 1), expected)
+    assert (expected - dense).abs().max() > 1e-2, "nothing was evicted"
+    assert not any(hasattr(module, "masked_key_indices") for module in model_of("llama").hf.modules())
+
+
+def test_a_fork_takes_the_notes_along(form):
+    tokens, wanted = tokens_of(40), config("DecodingPress", interval=8)
+    read = decoder(model_of("llama"), wanted, 1, EAGER)
+    for t in range(13):
+        read(tokens[:, t : t + 1])
+    fork = read.fork([0])
+    both = [torch.cat([r(tokens[:, t : t + 1]) for t in range(13, 40)], 1) for r in (read, fork)]
+    assert torch.equal(*both)
 
 
 def test_its_record_names_versions_presses_inside_and_sources(form, tmp_path):

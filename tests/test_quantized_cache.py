@@ -64,3 +64,24 @@ def test_bytes_are_of_codes_and_scales_and_of_the_tokens_that_are_not_coded_yet(
     assert read.kv_bytes == read.held_bytes == vectors * (50 * Codec(f"int{bits}", 16).bytes_of(16, 4) + 10 * 16 * 4)
     assert read.slots == (60, 60)
     assert opened(nbits=bits, q_group_size=16).config.policy.code.startswith("optimum-quanto ")
+
+
+def test_a_fork_of_some_streams_holds_the_bytes_of_these(quanto):
+    """Transformers leaves the codes of all streams until it codes again; beside them is an index, 8 bytes a stream and layer."""
+    tokens = tokens_of(20, 3)
+    read, alone = opened(3, q_group_size=16, residual_length=16), opened(1, q_group_size=16, residual_length=16)
+    for decoder_of, given in ((read, tokens), (alone, tokens[2:])):
+        decoder_of(given)
+    indices = 8 * len(alone.cache.layers)
+    for fork in (read.fork([2]), read.fork([1, 2]).fork([1])):
+        assert fork.kv_bytes == fork.held_bytes == alone.kv_bytes + indices
+        assert (fork(tokens[2:, :1]) - alone.fork([0])(tokens[2:, :1])).abs().max() < 1e-5
+
+
+def test_a_fork_shares_nothing_with_what_it_was_forked_from(quanto):
+    tokens = tokens_of(40)
+    read = opened(q_group_size=16, residual_length=16)
+    read(tokens[:, :20])
+    fork = read.fork([0])
+    expected = read(tokens[:, 20:])
+    assert torch.equal(fork(tokens[:, 20:]), expected)

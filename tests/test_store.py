@@ -75,6 +75,14 @@ def test_packing_is_the_published_formula_exactly(name, group, groups, seed, spr
         assert back[row].tolist() == numbers
 
 
+def test_scale_and_zero_have_the_models_dtype():
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    packed, scale, zero = encoded(x, Codec("int4"))
+    assert (packed.dtype, scale.dtype, zero.dtype) == (torch.uint8, torch.bfloat16, torch.bfloat16)
+    assert decoded(packed, scale, zero, 4).dtype == torch.bfloat16
+    assert sum(y.nbytes for y in (packed, scale, zero)) == 5 * Codec("int4").bytes_of(64, 2) == 5 * (32 + 2 * 2 * 2)
+
+
 @dataclass
 class CodedLists(WideLists):
     """The list-based reference, which codes each token in its list when it grows too old to be exempt."""

@@ -8,17 +8,21 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import DEVICE, model_of, nll
-from factories import MODES, needs_compiler, needs_triton
+from factories import MODES, needs_compiler, needs_triton, slots_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from traced_policies import PLAIN, WRITTEN
 
+from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
-from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.plan import Block
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import choose, cpu, cuda
 from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.tracing import traced
@@ -98,6 +102,48 @@ def test_walks_and_steps_in_c_are_the_plain_ones(policy, capacity, every, sizes,
     """With statistics of any kind, first values, a prompt, and evictions of several tokens at once."""
     policy = H2O(1) if isinstance(policy, H2O) else SinkWindow(1, capacity - 1) if isinstance(policy, SinkWindow) else policy
     check(policy, capacity, [*sizes, 1], streams, mode, every, prompt, family)
+
+
+ROTATION = Rotation(100.0 ** (-torch.arange(4, dtype=torch.float64) / 4), torch.arange(8), 0)
+
+
+@pytest.mark.slow("many drawn cases")
+@needs_compiler
+@settings(max_examples=40)
+@given(
+    policy=st.sampled_from([*PLAIN, *WRITTEN, H2O(1), Random(), SinkWindow(1)]),
+    capacity=st.sampled_from([4, 7, 14]),
+    every=st.sampled_from([1, 1, 3, 9]),
+    sizes=st.lists(st.sampled_from([1, 1, 2, 5, 13]), min_size=1, max_size=8),
+    mode=st.sampled_from(MODES),
+    heads=st.sampled_from([(3,), (3, 5)]),
+    group=st.integers(1, 3),
+)
+def test_some_heads_of_a_layer_in_c_are_the_plain_ones(policy, capacity, every, sizes, mode, heads, group):
+    """The third layer of five, of which heads 3 and 5 live here, with two streams whose prompts have different lengths."""
+    sizes, shape = [*sizes, 1], LayerShape(len(heads), group, 8, 8, ROTATION, None)
+    config, walks = CacheConfig(policy, capacity, mode, seed=7, evict=every), []
+    for method in (KERNELS, TOKEN_BY_TOKEN):
+        slots = slots_for(shape, config, [2], 5, streams=2, heads=heads)
+        slots.prompt = torch.tensor([4, 9])
+        walks.append(Walk(slots, mode, LIMIT, method))
+    assert walks[0].is_compiled
+    assert walks[0].steps_by_kernel
+    generator, seen = torch.Generator().manual_seed(1), 0
+    for size in sizes:
+        steps = torch.arange(seen, seen + size).expand(2, -1)
+        counts = (len(heads) * group, len(heads), len(heads))
+        qkv = [2 * torch.randn(2, count, size, 8, generator=generator) for count in counts]
+        block, found = Block(steps, None, seen, torch.randint(96, (2, size), generator=generator)), []
+        for walk in walks:
+            plan = walk.begin(block)
+            found.append(walk.attend(plan, 2, *qkv, Terms(8**-0.5)))
+            walk.end(plan, block)
+        torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+        seen += size
+    for state in ("position", *walks[0].slots.tensors.states):
+        ours, theirs = (by_rank(w.slots, w.slots.tensors.states.get(state, w.slots.tensors.position)) for w in walks)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow("takes seconds")

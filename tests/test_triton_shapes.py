@@ -264,6 +264,21 @@ def test_a_walk_is_the_plain_one(in_triton, small_tables, case):
     check(case, tokens=4)
 
 
+@pytest.mark.parametrize("group", [4, 17])
+def test_more_parts_than_are_joined_at_once(in_triton, monkeypatch, group):
+    """19 parts of 16 slots."""
+    monkeypatch.setattr(cuda_attention, "_MAX_TILE_BYTES", 16)
+    case = Case(group, (8, 8), torch.float32, "cache", (300, 900), (1, 1, 1), 19, 1, H2O(), False)
+    assert ceil(301 / 16) > cuda_attention._JOINED_PARTS
+    check(case)
+
+
+def test_softmax_weights_of_more_slots_than_a_program_takes(in_triton):
+    case = Case(2, (8, 8), torch.float32, "cache", (1100, 1300), (1, 1, 1), 1, 1, H2O(), False)
+    assert case.cache[0] + 1 > cuda_attention.BOOKKEEPING_BLOCK
+    check(case)
+
+
 def test_parts_whose_scores_are_far_apart_are_joined():
     """The highest score is in the last part but one, by more than an exponential in float32 can bridge."""
     rows, group, parts, dims = 2, 3, 37, 24

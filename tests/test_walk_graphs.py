@@ -61,6 +61,17 @@ def test_a_walk_in_graphs_is_the_plain_one(captures, policy):
     assert len(captures) <= 4
 
 
+@needs_triton
+def test_a_walk_whose_launches_can_not_be_captured_goes_on(captures, monkeypatch):
+    monkeypatch.setattr(cuda, "replayable", lambda launches, device: None)
+    model, tokens = adopt(tiny_model("llama", num_hidden_layers=1).to(DEVICE)), tokens_of(14)
+    fast, plain = CachedDecoder(model, CacheConfig(H2O(), 5), 1, KERNELS), CachedDecoder(model, CacheConfig(H2O(), 5))
+    before = RAN["walk in graphs"]
+    torch.testing.assert_close(fast(tokens), plain(tokens), atol=2e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+    assert RAN["walk in graphs"] == before
+
+
 def test_launches_that_can_not_be_captured_are_made_one_by_one(monkeypatch):
     """And nothing is captured in this process from then on."""
     monkeypatch.setattr(PROCESS, "failed", "")
