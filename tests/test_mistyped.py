@@ -13,6 +13,7 @@ import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.generation import checked
+from kvbench.harness.suite.axes import size_in_bytes
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,12 @@ def test_an_option_that_is_wrong_is_a_users_mistake(command, says, capsys):
     code, _, err = bench(capsys, *command)
     assert (code, err.count("\n")) == (2, 1)
     assert says in err
+
+
+@pytest.mark.parametrize("size", ["9" * 400 + "MiB", f"{10**12}GiB", "0.1B", math.nan, "٣ apples"])
+def test_sizes_that_are_none(size):
+    with pytest.raises(ValueError, match="bytes is a size such as 65536, 64KiB or 1.5MiB"):
+        size_in_bytes(size)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,11 @@ def test_they_are_verified_shown_and_compared(ran):
     page = bench(ran, "leaderboard", "--results", "results", "--out", "-").stdout
     assert "| policy | capacity | hit rate | tokens | status |" in page
     assert len([line for line in page.splitlines() if re.match(r"\| (dense|window) ", line)]) >= 3
-    record = records_of(ran / "results")[0]
+    for record in records_of(ran / "results"):
+        assert (record.cell.task.name, record.cell.task.tokens) == ("hits.py:Hits", 200), "no folder is named"
+        assert type(record.metrics).__name__ == "HitsMetrics"
+        assert record.metrics.hits == round(record.metrics.hit_rate * record.metrics.tokens)
+        assert record.facts.task_sha256
     less = rewritten(record, hit_rate=record.metrics.hit_rate / 2)
     assert {d.metric: d.verdict for d in differences(record, less)}["hit_rate"] == "worse"
     assert {d.metric: d.verdict for d in differences(less, record)}["hit_rate"] == "better"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from conftest import bench
 from kvbench.harness.core import plugins, user_files
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.source_digests import source_digest
+from kvbench.harness.models.config import read_config
 from kvbench.harness.run.cache_arguments import policy_of
 from kvbench.harness.run.python import run
 
@@ -26,9 +30,16 @@ h2o = theirs:Bare
 [bench.tasks]
 perplexity = theirs:Bare
 
+[bench.models]
+theirs = theirs_model:TheirConfig
+theirs_gone = theirs:Gone
+llama = theirs_fails:Fails
+
 [bench.commands]
 greet = theirs_commands:greet
+crash = theirs_commands:crash
 gone_too = theirs_commands:gone
+number = theirs:NUMBER
 doctor = theirs_commands:greet
 """
 THEIR_COMMANDS = """
@@ -43,6 +54,17 @@ def greet(name):
         raise UserError("greet: nobody is there")
     click.echo(f"hello {name}")
 
+@click.command()
+def crash():
+    return 1 / 0
+"""
+THEIR_MODEL = """
+from transformers import AutoConfig, LlamaConfig
+
+class TheirConfig(LlamaConfig):
+    model_type = "theirs"
+
+AutoConfig.register("theirs", TheirConfig, exist_ok=True)
 """
 THEIRS = """
 from kvbench.policies.window import Window
@@ -66,6 +88,7 @@ def package(tmp_path, monkeypatch) -> Path:
         "theirs_exits.py": "raise SystemExit(3)\n",
         "theirs.py": THEIRS,
         "theirs_commands.py": THEIR_COMMANDS,
+        "theirs_model.py": THEIR_MODEL,
         "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",
         "theirs-1.0.dist-info/entry_points.txt": ENTRIES,
     }
@@ -94,15 +117,71 @@ def test_the_list_names_what_is_broken_and_lists_the_others(package, capsys):
     assert len(keeps) == len(plugins.policy_names()) + 1
 
 
+def test_the_help_names_commands_of_packages_without_importing_them(package, capsys):
+    code, out, _ = bench(capsys, "--help")
+    assert code == 0
+    assert len(re.findall(r"^  (?:greet|crash|gone_too|number) +Command of the package theirs\.$", out, re.M)) == 4
+    assert "Show the facts that a bug report needs" in out  # a built-in name means our command
+    assert "theirs_commands" not in sys.modules
+
+
 def test_a_command_of_a_package_is_run_like_ours(package, capsys):
     assert bench(capsys, "greet", "--name", "her", "--debug") == (0, "hello her\n", "")
     assert "greet [OPTIONS]\n\nOptions:\n  --name TEXT" in bench(capsys, "greet", "--help")[1]
     assert bench(capsys, "greet", "--nam") == (2, "", "bench: No such option '--nam'. Did you mean '--name'?\n")
     assert bench(capsys, "greet", "--name", "nobody") == (2, "", "bench: greet: nobody is there\n")
-    code, out, err = bench(capsys, "gone_too")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("bench: the plug-in 'gone_too' (theirs_commands:gone) can't be loaded: AttributeError")
     assert "Show the facts that a bug report needs" in bench(capsys, "doctor", "--help")[1], "a built-in name means our command"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("crash", "the plug-in 'crash' failed: ZeroDivisionError: division by zero (theirs_commands.py:15, in crash)"),
+        ("gone_too", "the plug-in 'gone_too' (theirs_commands:gone) can't be loaded: AttributeError"),
+        ("number", "the plug-in 'number' (theirs:NUMBER) is not a click.Command"),
+    ],
+)
+def test_a_broken_command_of_a_package_is_one_line(package, capsys, command, says):
+    code, out, err = bench(capsys, command)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"bench: {says}")
+    assert "Traceback" in bench(capsys, command, "--debug")[2]
+
+
+def test_a_name_that_two_packages_use_means_the_first(package):
+    other = package / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[bench.policies]\nbare = theirs:Crashes\n")
+    (ignored,) = plugins.ignored_plugins("bare")
+    assert {ignored, f"theirs:{plugins.policy_class('bare').__name__}"} == {"theirs:Bare", "theirs:Crashes"}
+
+
+def test_a_task_of_a_package_does_not_replace_ours(package):
+    assert plugins.task_class("perplexity").__module__ == "kvbench.harness.tasks.perplexity"
+
+
+def test_a_model_type_of_a_package_is_imported_when_its_config_is_read(package, tmp_path):
+    """One that transformers knows is not looked up."""
+    config = tmp_path / "config.json"
+    for name, says in (
+        ("llama", None),
+        ("theirs_gone", "the plug-in 'theirs_gone' \\(theirs:Gone\\) can't be loaded"),
+        ("theirs", None),
+    ):
+        config.write_text(json.dumps({"model_type": name, "num_hidden_layers": 3}))
+        with pytest.raises(UserError, match=says) if says else nullcontext():
+            assert (read_config(tmp_path).model_type, read_config(tmp_path).num_hidden_layers) == (name, 3)
+
+
+def test_check_says_why_a_plug_in_can_not_be_used_and_which_is_ignored(package, capsys):
+    code, _, err = bench(capsys, "policy", "check", "fails")
+    assert code == 2
+    assert err.startswith("bench: the plug-in 'fails' (theirs_fails:Fails) can't be loaded: AttributeError")
+    assert err.count("\n") == 1
+    code, _, err = bench(capsys, "policy", "check", "h2o", "--capacity", 8)
+    assert code == 0
+    assert err.startswith("bench: the plug-in theirs:Bare is ignored: 'h2o' is a built-in policy")
 
 
 A = "from kvbench.policies.window import Window\nclass A(Window): ...\n"

@@ -72,6 +72,17 @@ def test_elsewhere_a_line_is_written_now_and_then(clock):
     assert lines[2] == "1 cell was finished before and skipped (--fresh measures it again)"
 
 
+@pytest.mark.parametrize(("until", "left"), [(None, "about 2 min left"), (90.0, "about 40 s left"), (10.0, "about 1 s left")])
+def test_the_time_left_ends_with_the_runs_time(until, left, clock):
+    screen = console(terminal=False)
+    clock[0] = 0.0
+    with ProgressView(screen, **({} if until is None else {"until": until})) as view:
+        view.begin("h2o 8", 1, 3, 1000)
+        clock[0] += 50
+        view.end("h2o 8", finished(), False)
+    assert screen.file.getvalue().splitlines()[0].endswith(left)
+
+
 @pytest.fixture(scope="module")
 def asked(model_dir, text_dir):
     """A run of two cells, and one that fails if a `bad.py` is there."""
@@ -118,3 +129,5 @@ def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, ask
         monkeypatch.setenv("BENCH_RESULTS", folder)
         for verb in (["records", "verify"], ["leaderboard"], ["records", "export", "flat.csv"]):
             assert bench(*verb, cwd=tmp_path).returncode == code
+    assert bench("leaderboard", "--results", "results", cwd=tmp_path).returncode == 0, "the option has the last word"
+    assert {p.name for p in tmp_path.iterdir()} == {"results", "flat.csv"}

@@ -76,6 +76,40 @@ def test_load_records_needs_no_torch(tmp_path):
     assert main_module(code, tmp_path) == "set()\n"
 
 
+CLASS = """
+from kvbench import Policy
+from kvbench.harness.core.source_digests import source_digest
+
+class Mine(Policy):
+    def importance(self, view):
+        return {0}
+print(source_digest(Mine()))
+"""
+
+
+@pytest.mark.slow("processes of its own")
+def test_a_class_without_a_file_has_a_digest_of_its_own_text(tmp_path):
+    """Or its cells would not be measured again after a change."""
+    texts = ("view.age.float()", "view.age.float()", "-view.age.float()")
+    first, again, other = (main_module(CLASS.format(text), tmp_path) for text in texts)
+    assert first == again != other
+
+
+@pytest.mark.slow("processes of its own")
+def test_a_class_of_the_program_itself_fails_where_another_process_measures(tmp_path):
+    code = """
+from kvbench import Policy, run
+
+class Mine(Policy):
+    def importance(self, view):
+        return view.position.float()
+(record,) = run("memory-cpu", policies=Mine, capacity=64, tokens=256, device="cpu", threads=1, progress=False)
+print(record.status, record.error.message)
+"""
+    printed = main_module(code, tmp_path)
+    assert printed.startswith("failed it is measured in another process, which can't import Mine: ")
+
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = {re.search(r"class (\w+)\(Policy\)", code)[1]: code for code in re.findall(r"```python\n(.*?)```", README, re.S)}
 

@@ -52,6 +52,18 @@ def test_lists_multiply(tmp_path):
     assert len({c.id for c in cells}) == 5
 
 
+def test_prose_of_as_many_tokens_as_can_be_made_is_not_refused(tmp_path):
+    assert load(tmp_path, GOOD.replace("tokens: 100", f"data: prose, tokens: {2**24}"))
+
+
+def test_lists_of_models_and_tasks_multiply(tmp_path):
+    task = "streameval, distance: [2, 4, 6], lines: [100, 200]"
+    text = GOOD.replace("{id: a/b}", "{id: [a/b, a/c]}").replace("perplexity, tokens: 100", task)
+    cells = load(tmp_path, text)
+    assert len(cells) == 2 * 3 * 2 * 5
+    assert len(set(suites.labels(cells).values())) == len(cells), "every label tells its cell from the others"
+
+
 def test_a_task_can_be_for_some_of_the_policies(tmp_path):
     tasks = "\n  - {name: perplexity, tokens: 100, policies: [dense]}\n  - {name: memory, tokens: [64, 128]}"
     cells = load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", tasks))
@@ -79,12 +91,22 @@ def test_a_task_can_be_for_some_of_the_policies(tmp_path):
         ("capacity: [8, 16]", "capacity: []", "mine.yaml: 0 cells"),
         ("tokens: 100", "tokens: 100, policies: [denze]", "mine.yaml:4: unknown policy 'denze', did you mean 'dense'?"),
         ("tokens: 100", "tokens: 1.0e+12", "mine.yaml:4: tokens"),
+        ("perplexity, tokens: 100", "memory, tokens: 1000000000000", "mine.yaml:4: tokens"),
+        ("perplexity, tokens: 100", "latency, tokens: 1000000000000", "mine.yaml:4: tokens"),
+        ("tokens: 100", "data: prose, tokens: 16777217", "mine.yaml:4: tokens 16,777,217 is more than the 16,777,216 tokens"),
         ("tokens: 100", "tokens: 1e12", "mine.yaml:4: tokens: Input should be a valid integer"),
         ("tokens: 100", "tokens: 300, streams: 151", "mine.yaml:4: streams 151 are too many for 300 tokens"),
         ("tokens: 100", "tokens: 100, until: {}", "mine.yaml:4: 'until.interval' is missing"),
         ("tokens: 100", "tokens: 40000, until: {interval: true}", "mine.yaml:4: until.interval: expected a number, not true"),
+        ("tokens: 100", "tokens: 40000, until: {interval: .inf}", "mine.yaml:4: until: Input should be a finite number, not inf"),
+        ("tokens: 100", "tokens: 100, streams: 4, side_by_side: auto", "mine.yaml:4: side_by_side: "),
+        ("tokens: 100", "tokens: 100, streams: 4, side_by_side: 0", "mine.yaml:4: side_by_side: "),
+        ("tokens: 100", "tokens: 100, streams: 4, side_by_side: true", "mine.yaml:4: side_by_side: "),
+        ("tokens: 100", "tokens: 100, streams: 4, side_by_side: 1.5", "mine.yaml:4: side_by_side: "),
+        ("version: 1", "version: 1\nresources: {gpus: false}", "mine.yaml:3: gpus: expected a number, not false"),
         ("version: 1", "version: 1\nseed: [1, true]", "mine.yaml:3: seed.1: expected a number, not true"),
-        ("perplexity, tokens: 100", "streameval, lines: 1000000000", "mine.yaml:4: "),
+        ("perplexity, tokens: 100", "streameval, lines: 1000000000", "1,000,000 lines together"),
+        ("perplexity, tokens: 100", "arc_stream, subset: ARC-Hard", "mine.yaml:4: subset: Input should be 'ARC-Easy' or"),
         ("perplexity, tokens: 100", "streameval, distance: 500, lines: 100", "mine.yaml:4: distance 500 is beyond the stream"),
         ("perplexity, tokens: 100", "latency, prompt: 99, tokens: 50", "mine.yaml:4: prompt 99 is longer than the stream"),
         ("  - dense", "  - [dense", "not YAML"),
@@ -301,6 +323,20 @@ def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
         "memory, sink_window 16, sinks 2, window 14",
         "memory, dense",
     }
+
+
+def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
+    """Counts instead of timing: each cell's fields and hash are computed once."""
+    cells = load(tmp_path, GOOD.replace("version: 1\n", f"version: 1\nseed: {list(range(400))}\n"))
+    as_json, counted = suites.Cell.as_json, []
+    monkeypatch.setattr(suites.Cell, "as_json", lambda cell: (counted.append(cell), as_json(cell))[1])
+    seen = []
+    varying = cells_module._varying
+    monkeypatch.setattr(cells_module, "_varying", lambda given: varying(seen.append(one) or one for one in given))
+    names = suites.labels(cells)
+    assert len(set(names.values())) == len(cells) == 2000
+    assert len(counted) == len(cells)
+    assert len(seen) == 2 * len(cells)
 
 
 def test_more_cells_than_anyone_measures_are_refused(tmp_path, monkeypatch):

@@ -71,6 +71,14 @@ def test_without_room_a_line_says_so_and_what_is_finished_stays(tmp_path, suite,
     assert not list(tmp_path.rglob("*.partial"))
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_read_only_folder_is_told(tmp_path, suite):
+    (tmp_path / "results").mkdir(mode=0o555)
+    done = bench_in("run", suite, "--results", "results", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "can't be written" in done.stderr.splitlines()[-1]
+
+
 def test_a_clock_that_goes_backwards_does_not_hide_the_newer_record(tmp_path):
     store, old, new = RecordStore(tmp_path), record(key="a" * 64), record(key="b" * 64)
     old.finished = store.stamp(old, NOW)
