@@ -91,6 +91,16 @@ def test_the_lab_stands_on_the_harness_and_nothing_on_the_lab():
         assert "lab" not in packages_imported(path), path
 
 
+def test_the_engine_calls_at_most_six_functions_of_the_kernels():
+    """One module of the engine imports the package, and nothing of what is in it."""
+    assert {m for m in imports(INTERFACE) if package_of(m) == "kernels"} == {"kvbench.harness.kernels"}
+    tree = ast.parse((ROOT / "harness/kernels/__init__.py").read_text())
+    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert len(public) <= 6
+    attributes = (node for node in ast.walk(ast.parse(INTERFACE.read_text())) if isinstance(node, ast.Attribute))
+    assert {x.attr for x in attributes if isinstance(x.value, ast.Name) and x.value.id == "package"} == public
+
+
 def test_the_table_of_imports_has_every_package_and_points_upward():
     folders = {path.relative_to(ROOT / "harness").parts[0] for path in (ROOT / "harness").rglob("*.py")} - {"__init__.py"}
     assert set(MAY_IMPORT) == folders | {"policies"}

@@ -75,6 +75,16 @@ def test_the_record_agrees_with_its_trace(ran):
 
 
 @pytest.mark.slow("measures suites")
+def test_blocks_and_token_by_token_give_the_same_trace(ran, model_dir, text_dir, tmp_path):
+    folder, _ = ran
+    done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--block", 1, "--policy", "h2o", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (one,) = (np.load(p) for p in tmp_path.rglob("*h2o*.npy"))
+    (many,) = (np.load(p) for p in folder.rglob("*h2o*.npy"))
+    np.testing.assert_allclose(one, many, atol=1e-4)
+
+
+@pytest.mark.slow("measures suites")
 def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text_dir):
     folder, _ = ran
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "window")
@@ -118,6 +128,14 @@ def test_a_failing_cell_becomes_a_record_and_the_rest_go_on(tmp_path, model_dir,
     records, _ = RecordStore(tmp_path / "results").read_all()
     assert {r.cell.policy: r.status for r in records} == {"bad.py:Newest": "failed", "window": "ok"}
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
+    empty = tmp_path / "empty-model"
+    empty.mkdir()
+    assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+    (empty / "config.json").write_text((model_dir / "config.json").read_text())
+    assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
 
 
 def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -18,6 +19,7 @@ from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 import kvbench
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
+from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -208,6 +210,32 @@ def test_every_policy_opens_however_it_evicts(evict, tmp_path):
             assert kept.report()["policy"] == name
 
 
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        ("dense", "dense never evicts, so no policy can hold it"),
+        (5, "expected a policy's name or a mapping with its name, not 5"),
+        ({"window": 5}, "the policy's 'name' is missing"),
+        (["h2o", "knorm"], "score: 2 policies; give one"),
+    ],
+    ids=str,
+)
+def test_a_policy_that_none_can_hold_is_refused(score, says):
+    refused(f"^kvbench.Cache: {says}$", lambda: kvbench.Cache(plain(), "adakv", 16, score=score))
+    assert kvbench.Cache(plain(), "adakv", 16, score=H2O(window=4)).report()["parameters"]["score"]["window"] == 4
+
+
+def test_a_policy_that_reads_output_projections_gets_them_through_a_cache():
+    for name, options in (
+        ("criticalkv", {}),
+        ("adakv", {"score": "criticalkv"}),
+        ("adakv", {"score": "criticalkv", "evict": "prompt"}),
+    ):
+        kept = kvbench.Cache(plain(), name, 24, **options)
+        plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
+        assert kept.report()["kept"] == 24 + 5 * (options.get("evict") == "prompt")
+
+
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_wrapped_model_writes_what_it_writes_by_itself(name):
     prompt, wrapped = tokens_of(20), WRAPPED[name]()
@@ -245,6 +273,7 @@ def test_numbers_that_are_none_are_refused_in_one_line(value):
     refused("limit: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, positions="clamped", limit=value))
     refused("rope_length: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, rope_length=value))
     refused("every is a number|its slots take", lambda: kvbench.Cache(model, "h2o", 16, evict={"every": value}))
+    refused("gamma: Input should be a finite number", lambda: kvbench.Cache(model, "cake", 16, gamma=math.inf))
     if value != -3:
         refused("seed: expected a whole number", lambda: kvbench.Cache(model, "h2o", 16, seed=value))
         refused("sinks", lambda: kvbench.Cache(model, "sink_window", 16, sinks=value))

@@ -66,6 +66,20 @@ def test_several_texts_and_what_they_cost_stand_in_one_table():
     assert all("TPOT ms" not in table.head for table in others)
 
 
+def test_questions_have_tables_of_their_own():
+    texts = {"wikitext": 2.0, "pg19": 3.0}
+    model = {"id": "m", "dtype": "float32"}
+    asked = [
+        edit(answered(p, "10", c), cell={"model": model}, facts={"device": "a device"}) for p, c in (("dense", None), ("h2o", 8))
+    ]
+    tables = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0), *asked]).tables
+    assert [("perplexity" in table.head, "right" in table.head) for table in tables] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_bytes_of_a_text_never_stand_beside_those_of_a_peak():
     records = [*with_costs("dense", None, {"pg19": 2.0}, 2.0), *with_costs("h2o", 8, {"pg19": 2.0}, 4.0)[:2]]  # no peak of h2o
     (table,) = closing(records).tables

@@ -19,6 +19,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.trial import MethodCheck
+from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import compiler
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
@@ -140,6 +141,23 @@ def test_a_wrong_shift_is_refused_by_the_check(monkeypatch, tmp_path, right, wro
     check = fast_method(model_with(32, 2), CacheConfig(H2O(), 20, kv=Codec("int4", group)))
     assert (check.step, check.method.step_kernel) == ("plain", False)
     assert check.refused.startswith("step kernels: ")
+
+
+def test_one_head_that_is_wrong_in_some_steps_is_found(monkeypatch):
+    right, calls = Walk._step_by_kernel, []
+
+    def wrong(*given):
+        out = right(*given)
+        calls.append(1)
+        if len(calls) < 7:
+            out[:, 0] += 1000
+        return out
+
+    config = CacheConfig(H2O(), 32, kv=Codec("int8", recent=4))
+    assert fast_method(model_of("llama"), config).step == "compiled"
+    monkeypatch.setattr(Walk, "_step_by_kernel", wrong)
+    check = fast_method(model_of("llama"), config)
+    assert (check.step, check.refused) == ("plain", "step kernels: its attention differs from the plain walk's")
 
 
 def test_a_kernel_that_did_not_answer_is_not_used(monkeypatch):

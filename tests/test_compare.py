@@ -12,7 +12,7 @@ from factories import cell_record, changed, edit, record
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.beside import TraceFile
-from kvbench.harness.report.compare import differences, largest_difference, markdown
+from kvbench.harness.report.compare import differences, judge_all, largest_difference, markdown
 from kvbench.harness.report.difference import judge_interval
 from kvbench.harness.report.ranks import shared_outcomes
 from kvbench.harness.report.rows import Row
@@ -236,3 +236,8 @@ def test_mistakes_are_one_line(folders, capsys, monkeypatch, a, b, says):
     assert code == 2
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_of_pairs_only_the_same_cells(folders):
+    a, b = ([record("h2o", 8), record("window", 8)], [record("window", 8), record("random", 8)])
+    assert {j.a.cell.policy for j in judge_all((a, folders), (b, folders))} == {"window"}

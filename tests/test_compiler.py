@@ -170,6 +170,18 @@ def test_what_can_not_be_built_is_walked_plainly_and_says_why(cache, tmp_path, m
     assert torch.equal(plain, fast)
 
 
+@needs_compiler
+def test_another_cpu_and_another_compiler_have_libraries_of_their_own(cache, tmp_path, monkeypatch):
+    """With a shared home, a library of one machine may have illegal instructions for another."""
+    text = 'case "$*" in *-dM*) echo "#define __SSE2__ $CPU";; *) exec cc "$@";; esac'
+    monkeypatch.setenv("CC", script(tmp_path / "mycc", text))
+    for cpu, count in (("1", 1), ("2", 2), ("1", 2)):
+        monkeypatch.setenv("CPU", cpu)
+        compiler._target.cache_clear()
+        assert build().function is not None
+        assert len({p.name.rsplit("_", 1)[0] for p in libraries(cache)}) == count
+
+
 @pytest.mark.slow("processes")
 @needs_compiler
 def test_processes_that_build_at_once_all_have_their_function(cache):

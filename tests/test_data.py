@@ -12,6 +12,7 @@ import pytest
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import pg19, wikitext
 from kvbench.harness.data.stream import Text, stream
+from kvbench.harness.data.texts import texts
 from kvbench.harness.models.load import load_tokenizer
 
 
@@ -151,6 +152,24 @@ def test_wikitext_is_the_raw_file_whatever_it_is_read_from(tmp_path):
     (raw / "wiki.test.raw").unlink()
     with pytest.raises(UserError, match="no .raw file of the split 'test', only wiki.train.raw, wiki.valid.raw"):
         wikitext.articles("test", raw)
+
+
+def test_one_directory_may_hold_several_sources(tmp_path):
+    for source, file in (("wikitext", "wiki.test.raw"), ("pg19", "test.txt")):
+        (tmp_path / source).mkdir()
+        (tmp_path / source / file).write_text(source)
+        assert [t.text for t in texts(source, "test", None, 0, 1, tmp_path)[1]] == [source]
+
+
+def test_wikitext_that_is_missing_or_there_twice_is_told_in_one_line(tmp_path):
+    (tmp_path / "wiki.test.tokens").write_text("words that are <unk>")
+    with pytest.raises(UserError, match=r"no WikiText-2 \(wiki.test.raw, or"):
+        wikitext.articles("test", tmp_path)
+    for edition in ("wikitext-2-raw", "wikitext-103-raw"):
+        (tmp_path / edition).mkdir()
+        (tmp_path / edition / "wiki.test.raw").write_text(RAW)
+    with pytest.raises(UserError, match="several texts of the split 'test': .*give --data the folder of one"):
+        wikitext.articles("test", tmp_path)
 
 
 def test_the_hub_path_reads_the_pinned_layout(tmp_path, monkeypatch):

@@ -70,6 +70,12 @@ def test_what_never_evicts_does_not_diverge_and_what_does_only_afterwards(policy
     assert trace["kl"][:, 9:].mean() > 1e-2
 
 
+def test_dense_does_not_diverge_from_itself(tmp_path):
+    metrics, trace = measured(Dense(), None, tmp_path)
+    assert trace["kl"].max() < 1e-9
+    assert (metrics.agreement, metrics.nll_change) == (1.0, pytest.approx(0, abs=1e-6))
+
+
 @pytest.mark.parametrize("evict", [1, "prompt"])
 def test_after_a_prompt_only_what_follows_is_compared(evict, tmp_path):
     metrics, trace = measured(H2O(), 8, tmp_path, prompt=20, evict=evict)

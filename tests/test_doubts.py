@@ -4,12 +4,49 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
+from conftest import bench
 from factories import edit, record
 
+from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import tokenizer_differs
 from kvbench.harness.report.doubts import with_doubts
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """`builtin:vanilla` with a tokenizer of the same size whose ids mean other words."""
+    folder = tmp_path / "foreign"
+    shutil.copytree(model_directory("builtin:vanilla", None, False), folder)
+    value = json.loads((folder / "tokenizer.json").read_text())
+    special = {token["id"] for token in value["added_tokens"]}
+    words = {word: number for word, number in value["model"]["vocab"].items() if number not in special}
+    numbers = sorted(words.values())
+    turned = dict(zip(numbers, numbers[1000:] + numbers[:1000], strict=True))
+    value["model"]["vocab"] |= {word: turned[number] for word, number in words.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    return folder
+
+
+@pytest.mark.slow("measures suites")
+def test_a_foreign_tokenizer_that_fits_flags_every_row(foreign, tmp_path, capsys):
+    """One gave perplexity 6,511, and no word was said."""
+    suite = tmp_path / "mine.yaml"
+    suite.write_text(
+        "suite: mine\nversion: 1\ndescription: Mine.\nmodel: {id: none, revision: null}\ncapacity: 32\n"
+        "task: [{name: perplexity, data: prose, tokens: 400}, {name: streameval, lines: 5, query_every: 5, distance: 2}]\n"
+        "policies: [dense, window]\n"
+    )
+    for model, flagged in (("builtin:vanilla", False), (foreign, True)):
+        results = tmp_path / str(flagged)
+        code, rows, closing = bench(capsys, "run", suite, "--model", model, "--results", results, "--threads", "1")
+        assert code == 0, closing
+        assert rows.count("\tflagged\t") == 4 * flagged
+        assert ("dense is worse than a uniform guess" in closing) == flagged
+        assert bench(capsys, "leaderboard", "--results", results)[0] == 0
+        assert ("dense is worse than a uniform guess" in (results / "README.md").read_text()) == flagged
 
 
 @pytest.mark.parametrize(

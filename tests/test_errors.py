@@ -81,6 +81,13 @@ def test_debug_shows_where_a_mistake_was_noticed(capsys):
     assert plain[2] == debug[2].splitlines(keepends=True)[-1]
 
 
+def test_a_folder_that_only_seems_writable_is_a_mistake(tmp_path, capsys):
+    """Root may write anywhere, but nobody can make a file in /proc."""
+    code, _, err = bench(capsys, "baseline", "update", "/proc/baseline", "--suite", "quickstart", "--why", "x")
+    assert code == 2
+    assert err.count("\n") == 1
+
+
 def test_a_capacity_that_would_take_all_memory_is_refused(capsys):
     code, _, err = bench(capsys, "policy", "check", "window", "--capacity", 100_000_000)
     assert (code, "8192" in err) == (2, True)

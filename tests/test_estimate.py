@@ -13,6 +13,7 @@ from kvbench.harness.run import reading_plan
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.speeds import Rates, Speeds
+from kvbench.harness.suite import find, load
 
 SUITE = """
 suite: estimate
@@ -141,3 +142,12 @@ def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys,
 def test_as_many_tokens_pass_a_layer_at_once_as_their_logits_leave_room_for(monkeypatch, free, streams, tokens):
     monkeypatch.setattr(reading_plan, "free_bytes", lambda device: free)
     assert reading_plan._block_that_fits(model_of("llama"), streams) == tokens
+
+
+def test_a_cache_that_does_not_fit_is_not_tried_for_an_estimate(monkeypatch):
+    cell = next(cell for cell in load(find("quickstart"))[1] if cell.name == "dense")
+    speeds = Speeds(adopt(tiny_model("llama")))
+    monkeypatch.setattr(Speeds, "_adds", lambda *_: Rates(0.0, 0.0))
+    monkeypatch.setattr(Speeds, "_block", lambda *_: 0.0)
+    assert speeds.rates(cell, 1, 1000) == Rates(0.0, 0.0)
+    assert speeds.rates(cell, 1, 10**15) is None

@@ -38,6 +38,17 @@ def test_the_question_is_the_beginning_of_a_sentence_of_the_text(kind):
         assert len(facts) == len(set(facts)) + 3 * (kind in ("popular", "distracted"))
 
 
+@pytest.mark.parametrize(("kind", "low", "high"), [("needle", 0.0, 1.0), ("values", 0.0, 1.0), ("recent", 0.8, 1.0)])
+@pytest.mark.parametrize("count", [20, 50, 200])
+def test_depths_are_spread_evenly_over_the_first_questions(kind, low, high, count):
+    depths = [(document["depth"] - low) / (high - low) for document in documents(kind)[:count]]
+    if kind == "recent":
+        assert min(depths) >= 0
+    else:
+        counts = [sum(int(4 * depth) == quarter for depth in depths) for quarter in range(4)]
+        assert min(counts) >= 0.7 * count / 4
+
+
 def test_a_needle_in_a_book_stands_among_the_sentences_of_the_book(tmp_path):
     sentences = [f"The {number}th day was as grey as the day before it, and nothing came." for number in range(6000)]
     (tmp_path / "book.txt").write_text(" ".join(sentences))

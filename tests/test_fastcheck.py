@@ -18,11 +18,13 @@ from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import _COMPILED, Model, adopt
+from kvbench.harness.engine.runs import RunReader
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.kernels import fused
+from kvbench.harness.kernels import cpu_walk, fused
 from kvbench.harness.kernels.captured import CapturedSteps
+from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.kernels.cpu import CpuStepKernel, CpuWalkKernel
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.dense import Dense
@@ -304,6 +306,34 @@ def test_both_sides_are_timed_in_the_same_state(monkeypatch, deep, as_on_cuda):
     fast_method(deep, CacheConfig(Random(), 256))
     assert seen
     assert all(ours == theirs > 256 for ours, theirs in seen)
+
+
+@pytest.mark.parametrize("policy", [Random(), SinkWindow(4)], ids=lambda p: type(p).__name__)
+def test_runs_in_16_bits_are_compared_layer_by_layer(monkeypatch, deep, policy):
+    config = CacheConfig(policy, 40, evict=16)
+    assert MethodCheck(deep, config, 1).trial_of_runs() == ""
+    right = RunReader._attend
+    monkeypatch.setattr(RunReader, "_attend", lambda *given: (lambda out, seen: (out * 0.2, seen))(*right(*given)))
+    assert MethodCheck(deep, config, 1).trial_of_runs() == "its attention differs from the plain walk's"
+
+
+def test_a_wrong_graph_in_16_bits_is_refused(monkeypatch, clock, as_on_cuda):
+    model = in_bfloat16(2, 0.2)
+    assert fast_method(model, SINKS).step == "captured"
+    monkeypatch.setattr(Graph, "__call__", lambda graph, tokens: graph.step(tokens) * 1.1)
+    found = fast_method(model, SINKS)
+    assert (found.step, found.method.captured) == ("plain", False)
+    assert "captured steps: its logits differ from those of steps that are not captured" in found.refused
+
+
+@needs_compiler
+def test_a_kernel_that_evicts_others_in_16_bits_is_refused(monkeypatch):
+    random, real = built_of(Random().bind(40), "walk.c", "walk"), cpu_walk.built_of
+    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: random if asked[2] == "walk" else real(*asked))
+    found = fast_method(in_bfloat16(2, 0.02), LOOKS)
+    assert found.blocks == "walk"
+    assert found.refused.startswith("compiled walk: ")
+    assert found.refused.endswith("% of the tokens it evicts are others than the plain walk's")
 
 
 @needs_compiler

@@ -13,7 +13,7 @@ from conftest import FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
 
 from kvbench.harness.core import contestants, plugins
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import policy_from
+from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder
@@ -21,6 +21,7 @@ from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
 from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.stored import storage_bytes, tensors_in
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.records import RecordStore
 from kvbench.policies.dense import Dense
@@ -118,10 +119,19 @@ def test_bytes_are_those_of_the_cache_s_storages(half):
     assert (evicting.kv_bytes, evicting.slots) == (32 * token, (32, 32))
 
 
-@pytest.mark.parametrize("name", ["hf:DynamicCache", "hf:StaticCache", "half"])
+def skip_without_fp8(name: str = "hf:QuantizedCache") -> None:
+    try:
+        contestant("hf:QuantizedCache", backend="fp8").policy.new_cache(model_of("llama").hf.config)
+    except ValueError as error:
+        if "Quantized" in name:
+            pytest.skip(f"transformers {transformers.__version__}: {error}")
+
+
+@pytest.mark.parametrize("name", ["hf:DynamicCache", "hf:StaticCache", "fp8", "half"])
 def test_a_fork_is_a_replay(name, half):
-    given = {"max_cache_len": 60} if name == "hf:StaticCache" else {}
-    name = half if name == "half" else name
+    given = {"hf:StaticCache": {"max_cache_len": 60}, "fp8": {"backend": "fp8"}}.get(name, {})
+    name = {"fp8": "hf:QuantizedCache", "half": half}.get(name, name)
+    skip_without_fp8(name)
     tokens, rows = tokens_of(60, 2), [1, 1, 0]
     read, replayed = opened("llama", name, 2, **given), opened("llama", name, 3, **given)
     read(tokens[:, :50])
@@ -212,6 +222,24 @@ def test_a_suite_measures_a_contestant_once_as_it_does_dense(ran):
     assert (mine.cell.capacity, mine.cell.positions, mine.cell.parameters) == (None, "stream", {"attention": None, "tokens": 16})
 
 
+def test_quantized_bytes_are_counted_and_its_blocks_refused():
+    skip_without_fp8()
+    config = contestant("hf:QuantizedCache", backend="fp8")
+    read = decoder(model_of("llama"), config)
+    read(tokens_of(50))
+    full = model_of("llama").kv_bytes(49)
+    assert full / 4 <= read.kv_bytes < full / 4 + 100  # a byte for each of 4, and the scales
+    assert read.slots == (50, 50)
+    check = own_loop(model_of("llama"), config)
+    assert check.loop.blocks == 0  # its scale is that of the first block
+
+
+def test_a_wrapper_s_tensors_are_counted():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert storage_bytes(tensors_in({"x": TwoTensor(torch.zeros(8), torch.zeros(8))}, ())) == 64
+
+
 def test_what_it_can_t_do_is_refused():
     tokens = tokens_of(8, 2)
     with pytest.raises(ValueError, match="unequal length"):
@@ -230,3 +258,11 @@ def test_its_records_verify_and_are_not_measured_again(ran):
     done = bench_in("records", "verify", "results", cwd=ran)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished before and skipped" in bench_in("run", "theirs.yaml", "--threads", 1, cwd=ran).stderr
+
+
+def test_holds_is_for_the_flag_and_not_for_the_constructor(half):
+    policy = contestant(half, tokens=16, holds=16).policy
+    assert parameters_of(policy) == {"attention": None, "tokens": 16, "holds": 16}
+    assert policy.new_cache(model_of("llama").hf.config).layer_class_to_replicate().tokens == 16
+    with pytest.raises(ValueError, match="holds is 0, expected"):
+        contestant(half, holds=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
 import kvbench
 from kvbench.harness.core.codec import Codec
@@ -21,6 +21,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.hub import model_directory
 from kvbench.harness.suite.axes import kv_from
 from kvbench.policies.h2o import H2O
 
@@ -172,6 +173,23 @@ def test_a_second_turn_goes_on_where_the_first_ended(name):
         read(token)
     expected = [read(whole[:, 49:])[:, -1:]] + [read(token) for token in second.sequences[:, 58:-1].split(1, 1)]
     assert torch.allclose(logits_of(second), torch.cat(expected, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_copy_goes_on_by_itself():
+    """As in transformers' own recipe for a prompt that several questions share."""
+    model, prompt = plain(), tokens_of(40)
+    for name in ("h2o", "snapkv prompt"):
+        kept = cache_of(name)
+        model(input_ids=prompt, past_key_values=kept, logits_to_keep=1)
+        answers = [
+            model.generate(torch.cat([prompt, tokens_of(5, seed=s)], 1), past_key_values=copy.deepcopy(kept), **GREEDY)
+            for s in (3, 4, 3)
+        ]
+        assert kept.get_seq_length() == 40
+        assert torch.equal(logits_of(answers[0]), logits_of(answers[2]))
+        read = decoder(ours(), config_of(name))
+        read.read_prompt(prompt, 4096)
+        assert torch.allclose(logits_of(answers[1])[:, 0], read(tokens_of(5, seed=4))[:, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_long_prompt_passes_the_model_in_blocks(monkeypatch):
@@ -391,3 +409,20 @@ def test_a_forward_that_somebody_else_put_there_stays():
     model.forward = after = lambda *args, **kwargs: around(*args, **kwargs)
     del kept
     assert model.forward is after
+
+
+def test_streamers_and_chat_templates_work(capsys):
+    folder = model_directory("builtin:recall", None, False)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model.generation_config.use_cache = True  # its config has what it was trained with
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    kept, said = kvbench.Cache(model, "h2o", 16), torch.zeros(1, 0, dtype=torch.int64)
+    for message in ("The first line of a text.", "And then what came?"):
+        asked = [{"role": "user", "content": message}]
+        inputs = tokenizer.apply_chat_template(asked, chat_template=template, return_tensors="pt", return_dict=True)
+        said = torch.cat([said, inputs["input_ids"]], 1)
+        streamer = TextStreamer(tokenizer, skip_prompt=True)
+        length = said.shape[1]
+        said = model.generate(said, past_key_values=kept, max_new_tokens=8, do_sample=False, streamer=streamer)
+        assert capsys.readouterr().out.strip() == tokenizer.decode(said[0, length:]).strip() != ""
+        assert kept.get_seq_length() == said.shape[1] - 1

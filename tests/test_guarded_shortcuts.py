@@ -20,7 +20,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.runs import RunReader
-from kvbench.harness.kernels import choose, cpu, cuda, flex, flex_blocks, rope
+from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, flex_blocks, rope
 from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
@@ -125,6 +125,11 @@ def test_what_did_not_answer_in_the_check_is_not_used(monkeypatch, flexible):
     assert not found.method.walk_kernel
 
 
+def test_the_closed_form_in_plain_pytorch(monkeypatch):
+    wrapped(monkeypatch, closed_form, "banded", lambda plain, *args, **more: 1.01 * plain(*args, **more))
+    assert is_refused(fast_method(model_of("llama"), STREAMING), "closed form", "closed_form")
+
+
 def stale(launches, device):
     return lambda: None
 
@@ -151,6 +156,21 @@ def test_chunks_of_a_walk_in_graphs(monkeypatch, replayable):
         assert found.refused == ""
     else:
         assert is_refused(found, "walk in graphs", "walk_graphs", OTHERS)
+
+
+@needs_compiler
+def test_a_step_kernel_with_other_outputs(monkeypatch):
+    wrapped(monkeypatch, cpu.CpuStepKernel, "__call__", lambda plain, *args: 1.01 * plain(*args))
+    found = fast_method(model_of("llama"), HEAVY)
+    assert is_refused(found, "step kernels", "step_kernel")
+    assert found.method.walk_kernel
+
+
+@needs_compiler
+def test_a_compiled_walk_that_evicts_other_tokens(monkeypatch):
+    random, real = built_of(Random().bind(20), "walk.c", "walk"), cpu_walk.built_of
+    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: random if asked[2] == "walk" else real(*asked))
+    assert is_refused(fast_method(model_of("llama"), HEAVY), "compiled walk", "walk_kernel", OTHERS)
 
 
 @needs_compiler

@@ -89,6 +89,11 @@ def test_the_p_value_says_what_the_interval_says(seed):
         assert ps == pytest.approx([0.05, 0.05], rel=1e-6)
 
 
+def test_p_values_are_fine_enough_to_correct_for_many_comparisons():
+    sums, tokens = skewed(0)
+    assert 0 < clustered(sums + 2 * tokens, tokens).p < 1e-6
+
+
 def test_units_and_a_constant_change_nothing_else():
     sums, tokens = skewed(3)
     low, high = ends(clustered(sums, tokens))
@@ -127,6 +132,14 @@ def test_what_does_not_vary_has_an_interval_without_width():
     found = clustered(np.full(25, 3.0), np.full(25, 10.0))
     assert (found.low, found.high, found.p) == (found.mean, found.mean, 0.0)
     assert clustered(np.zeros(25), np.full(25, 10.0)).p == 1.0
+
+
+def test_over_many_texts_the_interval_is_as_wide_as_they_differ():
+    """Whatever their lengths."""
+    draw = np.random.default_rng(0)
+    means = draw.normal(size=40)
+    low, high = ends(clustered(means * 1000, np.full(40, 1000.0)))
+    assert high - low == pytest.approx(2 * stats.t.ppf(0.975, 39) * means.std(ddof=1) / 40**0.5, rel=0.05)
 
 
 def test_texts_of_unequal_length_count_as_fewer():

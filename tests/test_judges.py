@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from factories import cell_record
@@ -23,6 +24,7 @@ from kvbench.harness.tasks.lm_eval import LmEval
 from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.harness.tasks.trace import Trace
+from kvbench.harness.tasks.trace.programs import TraceData
 from kvbench.harness.tasks.trace.schema import TraceOptions
 from kvbench.harness.tasks.turns import Turns, TurnsOptions
 from kvbench.policies.dense import Dense
@@ -214,6 +216,19 @@ CHOSEN = [
     ([-9.0, -8.0, -7.0], 1, False, False),
 ]
 LM_EVAL_TASKS = sorted({p.stem for p in catalogue.GENERATED.glob("kvbench_*.yaml")} - {"kvbench_prose", "kvbench_facts_book"})
+
+
+@pytest.mark.parametrize("last", ["end", "ask", "L5"])
+@pytest.mark.parametrize("options", [SMALL, TEACHER], ids=["written", "teacher"])
+def test_a_trace_is_judged_to_its_last_word(last, options, machine_dir, tmp_path):
+    tokenizer = load_tokenizer(machine_dir)
+    prompt, right = (np.array(tokenizer.convert_tokens_to_ids(words.split())) for words in (PROMPT, RIGHT))
+    data = TraceData(prompt[None], (right,), 0, 1, 2.0, "by hand", tokenizer)
+    tokens = tokenizer.convert_tokens_to_ids([*RIGHT.split()[:-1], last, *["ask"] * options.limit])
+    job = job_of(data, Scripted(tokens, len(tokenizer)), tmp_path)
+    figures = Trace.run(options, job)
+    assert (figures.outcomes, figures.words_right) == (("1", [20]) if last == "end" else ("0", [19]))
+    assert json.loads(job.trace.read_text())["said"].split()[19] == last
 
 
 @pytest.mark.parametrize("name", LM_EVAL_TASKS)

@@ -13,8 +13,9 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, PLAIN_WALK
 from kvbench.harness.engine.model import Model, adopt
-from kvbench.harness.kernels import choose, cuda
+from kvbench.harness.kernels import choose, cuda, cuda_attention
 from kvbench.harness.models.families import tiny_model
+from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
@@ -63,5 +64,17 @@ def test_odd_shapes(in_triton, family):
     tokens = tokens_of(11)
     fast, plain = both(model, CacheConfig(H2O(), 7))
     ours, theirs = (torch.cat([read(x) for x in tokens.split([5, 4, 1, 1], 1)], 1) for read in (fast, plain))
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+
+
+@needs_triton
+@pytest.mark.parametrize("config", [CacheConfig(H2O(), 16), CacheConfig(Dense(), None, "stream")], ids=str)
+def test_a_step_over_several_parts(in_triton, monkeypatch, config):
+    """Uses parts of 16 slots, of which the last has one, and angles from two tables."""
+    monkeypatch.setattr(cuda_attention, "_MAX_TILE_BYTES", 16)
+    model, tokens = one_layer(), tokens_of(18)
+    fast, plain = both(model, config)
+    ours, theirs = (torch.cat([read(x) for x in tokens.split([15, 1, 1, 1], 1)], 1) for read in (fast, plain))
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert fast.kept() == plain.kept()

@@ -139,6 +139,20 @@ def test_a_dense_cache_equals_the_authors_rule(codec, keys):
     refuse_unequal(Kivi(codec.name, codec.group, keys=keys, residual=codec.residual), 40, 7)
 
 
+@pytest.mark.slow("many drawn cases")
+@settings(max_examples=15)
+@given(
+    name=st.sampled_from(["kivi4", "kivi2"]),
+    group=st.sampled_from([4, 8]),
+    groups=st.integers(1, 3),
+    length=st.integers(2, 60),
+    size=st.integers(2, 60),
+    keys=st.sampled_from(["unrotated", "rotated"]),
+)
+def test_any_dense_cache_equals_the_authors_rule(name, group, groups, length, size, keys):
+    refuse_unequal(Kivi(name, group, keys=keys, residual=groups * group), length, size)
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("policy", [SnapKV(window=4), Random(), AdaKV(SnapKV(window=4))], ids=lambda p: type(p).__name__)
 def test_what_is_kept_of_a_prompt_is_coded_in_the_order_of_arrival(policy, codec):
@@ -188,6 +202,30 @@ def test_streams_of_unequal_length_and_forks_are_coded_alone():
     valid = torch.ones(2, 40, dtype=torch.bool)
     valid[1, 12:17] = valid[0, 3] = valid[1, 39] = valid[0, 8] = False
     check_streams_are_read_alone(CacheConfig(Dense(), kv=SMALL), valid)
+
+
+def test_allocated_bytes_are_the_formula_as_a_cache_grows():
+    model, codec = model_of("llama"), Kivi("kivi4", 32, residual=96)  # the last slots of a bucket make up no block
+    read = CachedDecoder(model, CacheConfig(Dense(), kv=codec), 2)
+    for tokens in (40, 300):
+        read(tokens_of(tokens, 2))
+        slots = read.walks[0].slots.num_slots
+        assert read.kv_bytes == model.kv_bytes(slots - 1, 2, codec)
+    assert slots == 512
+    tensors = read.walks[0].slots.tensors
+    stored = [x for store in (tensors.keys, tensors.values) for x in (store.codes, store.scale, store.zero, store.exact)]
+    assert read.kv_bytes == sum(x.untyped_storage().nbytes() for x in stored)
+
+
+@pytest.mark.parametrize(("evict", "policy"), [(1, Dense()), ("prompt", SnapKV(window=4))])
+def test_a_residual_that_is_never_full_is_the_float_cache_exactly(evict, policy):
+    model, tokens, logits = model_of("llama"), tokens_of(40), []
+    for kv in (None, Kivi("kivi2", residual=64)):
+        config = CacheConfig(policy, 12 if policy.evicts else None, evict=evict, kv=kv)
+        read = CachedDecoder(model, config, method=TOKEN_BY_TOKEN)
+        first = read.read_prompt(tokens[:, :24], 24)
+        logits.append(torch.cat([first[:, None], in_blocks(read, tokens[:, 24:], 1)], 1))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from conftest import bench_in as bench
 from conftest import model_of
 
 from kvbench.harness.core import device
 from kvbench.harness.core.device import Marks
+from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
@@ -21,7 +27,7 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.latency import Latency, LatencyMetrics, LatencyOptions, lane, measure
 from kvbench.harness.tasks.latency import measure as latency
-from kvbench.harness.tasks.latency.lane import Lane, roofline
+from kvbench.harness.tasks.latency.lane import Lane, roofline, timing
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
 from kvbench.harness.tasks.memory import measure as memory
 from kvbench.harness.tasks.task import Job, RandomTokens
@@ -103,6 +109,27 @@ def test_sittings_go_on_until_settled(measured, monkeypatch, settled_after, sitt
     assert found["settled"] == (settled_after <= 6)
 
 
+def test_every_cell_must_be_settled(measured, monkeypatch):
+    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sitting_ms) >= lane.job.config.capacity))
+    options = SHORT.model_copy(update={"tokens": 40, "most_sittings": 6})
+    found = measured([CacheConfig(Window(), 3), CacheConfig(Window(), 5)], options)
+    assert [x["sittings"] for x in found] == [5, 5]
+
+
+def test_the_interval_of_a_median_is_made_of_the_right_order_statistics():
+    """Ranks of the textbooks: n = 6: 1 and 6, n = 10: 2 and 9, n = 20: 6 and 15, n = 40: 14 and 27."""
+    for n, low, high in [(6, 1, 6), (10, 2, 9), (20, 6, 15), (40, 14, 27)]:
+        assert median_interval([float(x) for x in range(1, n + 1)]) == (low, high)
+    assert median_interval([1.0, 2.0]) == (-math.inf, math.inf)
+
+
+def test_the_error_of_a_timing_sees_what_differs_between_sittings():
+    steady = [[[1.0, 1.0, 9.0]] * 8 for _ in range(3)]  # a wild step in every round moves nothing
+    assert timing(steady) == (1.0, 0.0)
+    shifted = [[[1.0]] * 8, [[1.0]] * 8, [[1.2]] * 8]
+    assert timing(shifted) == (1.0, pytest.approx(0.1))
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_roofline_counts_every_byte_once(batch):
     model = model_of("llama")
@@ -119,6 +146,46 @@ def test_the_roofline_counts_every_byte_once(batch):
     assert afresh["bytes"] == head_and_layers
     head = 2 * batch * model.hf.lm_head.weight.numel()  # of the last token alone
     assert afresh["operations"] == 17 * (bound["operations"] - head) + head
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """The CPU suite, cut short, twice: the second time only some of its policies."""
+    folder = tmp_path_factory.mktemp("latency")
+    short = ["tokens=64", "prompt=16", "rounds=6", "sittings=2", "most_sittings=2", "steps=1", "capacity=[16]"]
+    args = ["run", "latency-cpu", "--set", "id=random:stories-260k", *(x for s in short for x in ("--set", s)), "--threads", 1]
+    done = bench(*args, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "args.json").write_text(json.dumps([str(a) for a in args]))
+    return folder
+
+
+@pytest.mark.slow("measures suites")
+def test_cells_measured_side_by_side_are_finished_together_or_measured_again_together(ran):
+    args = json.loads((ran / "args.json").read_text())
+    assert bench(*args, cwd=ran).stderr.count("6 cells were finished before and skipped") == 1
+    next((ran / "results").rglob("*dense*.npy")).unlink()
+    assert "skipped" not in bench(*args, cwd=ran).stderr
+
+
+@pytest.mark.slow("measures suites")
+def test_threads_are_part_of_the_question(ran, tmp_path, monkeypatch):
+    """Two threads of a tiny model spend minutes waiting for each other, so they are only said to be two."""
+    threads = [1]
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+
+    def measured(options, jobs):
+        return [(i, RuntimeError("it is measured")) for i in range(len(jobs))]
+
+    folder = shutil.copytree(ran, tmp_path / "ran")
+    args = json.loads((ran / "args.json").read_text())
+    monkeypatch.setattr(Latency, "run_together", measured)
+    assert "6 cells were finished before and skipped" in bench(*args, cwd=folder).stderr
+    args[args.index("--threads") + 1] = "2"
+    said = bench(*args, cwd=folder).stderr
+    assert "skipped" not in said
+    assert said.count("FAILED, RuntimeError: it is measured") == 6
 
 
 @pytest.mark.slow("measures suites")
@@ -158,22 +225,53 @@ def test_on_a_gpu_random_keys_stand_for_the_stream_and_on_a_cpu_it_is_read(measu
     )
     if filled:
         monkeypatch.setattr(lane, "can_be_filled", lambda read: isinstance(read, CachedDecoder), raising=False)
-    dense, window, h2o = measured([CacheConfig(Dense()), CacheConfig(Window(), 16), CacheConfig(H2O(), 32)])
+    configs = [CacheConfig(Dense()), CacheConfig(Window(), 16), CacheConfig(H2O(), 32), CacheConfig(RecomputeWindow(), 16)]
+    dense, window, h2o, *recompute = measured(configs[: 3 if filled else 4])
     prompts = 3 * (7 + 1)  # cells; the first sitting and the second
     blocks = [count for count in read_tokens if count > 1]
     if filled:
         assert blocks == [20] * prompts
     else:
         assert sum(blocks) > 20 * prompts + 3 * (300 - 20)
-    for found in (dense, window, h2o):
+        assert (recompute[0]["curve"][-1]["used_slots"], recompute[0]["bookkeeping_share"]) == (17, 0)
+    for found in (dense, window, h2o, *recompute):
         assert [c["position"] for c in found["curve"]] == [256, 300]
         assert found["steps"] == 2 * 6 * 2 == np.load(tmp_path / "0.npy").size
+        assert len(found["rounds_ms"]) == 12
         assert found["together"] == dense["together"]
     assert [x["curve"][-1]["used_slots"] for x in (window, h2o)] == [17, 33]
+    assert window["curve"][-1]["attended_slots"] == 17
     assert dense["curve"][-1]["used_slots"] > 300
     assert dense["curve"][-1]["attended_slots"] == 512
     assert window["kv_bytes"] == model_of("llama").kv_bytes(16)
     assert 0 < h2o["bookkeeping_share"] < 1
+
+
+def test_a_16_bit_rate_of_a_cpu_is_at_least_that_of_float32(monkeypatch):
+    """Without instructions for 16 bits a large product took 40 times as long as in float32, and a step looked impossible."""
+    monkeypatch.setitem(device._MATRIX_SIDE, "cpu", 8)
+    monkeypatch.setattr(device, "best_seconds", lambda work, on, repeats: 0.5 if work().dtype == torch.float32 else 20.0)
+    assert device.multiply_rate(torch.device("cpu"), torch.bfloat16) == 2 * 8**3 / 0.5
+
+
+def test_marks_time_what_lies_between_them(monkeypatch):
+    """In milliseconds, from the first mark on; `perf_counter` tells seconds."""
+    monkeypatch.setattr("kvbench.harness.core.device.time", SimpleNamespace(perf_counter=iter([7.0, 7.25, 7.375, 9.0]).__next__))
+    marks = Marks(torch.device("cpu"))
+    for _ in range(4):
+        marks.mark()
+    assert marks.milliseconds() == [250.0, 125.0, 1625.0]
+
+
+def test_growth_is_reserved_before_and_not_inside_a_step():
+    read = decoder(model_of("llama"), CacheConfig(Dense()))
+    read(torch.zeros(1, 250, dtype=torch.int64))
+    read.reserve(400)
+    place = read.walks[0].slots.tensors.keys.tensor.data_ptr()
+    for _ in range(300):
+        read(torch.zeros(1, 1, dtype=torch.int64))
+    assert read.walks[0].slots.tensors.keys.tensor.data_ptr() == place
+    assert read.slots == (550, 768)
 
 
 def test_what_does_not_settle_is_flagged_with_its_spread(measured):

@@ -61,6 +61,26 @@ def test_a_model_in_parts_has_the_numbers_of_the_whole(policy):
     assert check(parts) < 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("evict", [1, "prompt"])
+@pytest.mark.parametrize("name", evicting())
+def test_a_model_half_on_a_gpu_and_half_on_the_cpu_has_the_numbers_of_one_on_the_cpu(name, evict, policies):
+    policy, cuda = policies[name], torch.device("cuda", 0)
+    if policy.outcome and evict == 1:
+        pytest.skip("decides at a prompt's end")
+    whole, parts = (tiny_model("llama", vocab_size=96).double() for _ in range(2))
+    parts = dispatch(parts, device_map(parts.config, torch.float64, [cuda, CPU], AutoModelForCausalLM))
+    config, tokens = CacheConfig(policy, None if policy.outcome else 16, evict=evict), tokens_of(48, 2).cpu()
+    logits, kept = [], []
+    for model in (adopt(whole), adopt(parts)):
+        read, given = CachedDecoder(model, config, 2), tokens.to(model.device)
+        first = [read.read_prompt(given[:, :40], 16)[:, None]] if evict == "prompt" else [read(given[:, :40])]
+        logits.append(torch.cat([*first, in_blocks(read, given[:, 40:], 3)], 1).cpu())
+        kept.append(read.kept())
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-6, rtol=0)
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.parametrize("random", [False, True], ids=["weights", "random weights"])
 def test_a_model_is_loaded_in_parts(random, model_dir, monkeypatch):
     """By transformers from its files, by Accelerate where its weights are drawn; and checked like any other."""
@@ -123,3 +143,8 @@ def test_what_belongs_to_a_layer_is_on_its_device(name, policies):
         fork.reserve(10)
         fork(torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.bool))
         assert fork.kv_bytes == read.kv_bytes
+
+
+def test_recomputed_windows_cross_devices():
+    read = decoder(half_on_meta(), CacheConfig(RecomputeWindow(), 8), 2)
+    assert read(torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 96)

@@ -6,16 +6,20 @@ import dataclasses
 import json
 import logging
 import re
+from collections import Counter
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 
 import lm_eval.tasks
 import numpy as np
 import pytest
+import torch
 import transformers
 from conftest import bench
+from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
+from scipy.stats import chi2, chi2_contingency
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import json_lines
@@ -27,13 +31,14 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.aggregates import sample_figures
+from kvbench.harness.records.aggregates import pass_at, pass_sizes, sample_figures
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.lm_eval import LmEval, LmEvalMetrics, LmEvalOptions, _pass_at
-from kvbench.harness.tasks.lm_eval.measure import _template
+from kvbench.harness.tasks.lm_eval.measure import _sample, _template
+from kvbench.harness.tasks.task import MeasurementError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("lm-eval")]  # lm-eval and its packages give warnings
 TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]
@@ -134,6 +139,21 @@ def test_dense_is_lm_evals_own_model(directory, max_length, fewshot):
                 assert results[name][metric] == value
 
 
+@pytest.mark.parametrize("policy", ["h2o", "sink_window"])  # a walk with a statistic, and a closed form
+def test_a_capacity_that_covers_every_request_equals_dense_and_a_smaller_one_does_not(model_dir, policy):
+    _, dense = asked(ours(model_dir, 2000), TASKS[:3], 6)
+    large, small = ours(model_dir, policy=policy, capacity=2000), ours(model_dir, policy=policy, capacity=32)
+    _, same = asked(large, TASKS[:3], 6)
+    _, other = asked(small, TASKS[:3], 6)
+    assert (large.over_capacity, small.over_capacity) == (0, small.requests)
+    moved = 0
+    for name in TASKS[:3]:
+        for a, b, c in zip(answers(dense[name]), answers(same[name]), answers(other[name]), strict=True):
+            assert a == b if isinstance(a, str) else a[0] == pytest.approx(b[0], abs=1e-3)
+            moved += a != c if isinstance(a, str) else abs(a[0] - c[0]) > 1e-2
+    assert moved > 20, "eviction moves the scores, as lm-eval's own path never would"
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """Run the suite. -> its records, and their folder."""
@@ -146,6 +166,38 @@ def records(tmp_path_factory):
 def of(records, **what):
     (found,) = [r for r in records if all((r.cell.as_json() | r.cell.options).get(k) == v for k, v in what.items())]
     return found
+
+
+def test_both_entrances_agree(records, capsys, tmp_path, monkeypatch):
+    """`bench lm-eval` prints the figures of the suite's record."""
+    manager = lm_eval.tasks.TaskManager(include_path=str(catalogue.GENERATED), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # asks pip and others for what is installed
+    arguments = "pretrained=builtin:sink_2,policy=h2o,capacity=48,dtype=float32"
+    code, out, err = bench(
+        capsys,
+        "lm-eval",
+        "--model_args",
+        arguments,
+        "--tasks",
+        "kvbench_registers",
+        "--limit",
+        24,
+        "--device",
+        "cpu",
+        "--output_path",
+        tmp_path / "out",
+        "--log_samples",
+    )
+    assert code == 0, err
+    record = of(records[0], policy="h2o", tasks="kvbench_registers", prompt="stream")
+    row = next(line.split("|") for line in out.splitlines() if "|acc " in line)
+    assert float(row[7]) == pytest.approx(record.metrics.score, abs=1e-4)
+    (found,) = (json.loads(p.read_text()) for p in (tmp_path / "out").rglob("results_*.json"))
+    assert found["results"]["kvbench_registers"]["acc,none"] == pytest.approx(record.metrics.score)
+    assert found["config"]["policy"] == "H2O"
+    assert found["config"]["over_capacity"] == record.metrics.over_capacity == record.metrics.requests
+    assert record.metrics.lm_eval["acc,none"] == pytest.approx(record.metrics.score)
 
 
 def test_a_record_has_every_question_and_holds_to_its_trace(records):
@@ -169,6 +221,52 @@ def test_a_text_has_no_prompt_to_be_cut_at_the_end_of(records):
     failed = of(records[0], policy="h2o", tasks="kvbench_prose", prompt="once")
     assert failed.status == "failed"
     assert "no prompt" in failed.error.message
+
+
+def test_query_aware_and_query_blind_are_never_in_one_table(records):
+    once, stream = (
+        section(next(r for r in records[0] if r.cell.task.prompt == prompt), records[0]).text for prompt in ("once", "stream")
+    )
+    assert [page.splitlines()[0] for page in (once, stream)] == ["## lm-eval, prompt once", "## lm-eval, prompt stream"]
+    assert "query-blind" in stream
+    assert "query-aware" not in stream
+    assert "± " in stream
+    assert "paired by question" in stream
+
+
+def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_model():
+    """As in Table 8: cutting at `max_length` does not remove the beginning, which `truncate` keeps."""
+    model = ours(model_directory("builtin:vanilla", None, False), prompt="truncate", prompt_tokens=20)
+    long = list(range(300))
+    assert model._fitting(long, [1, 2])[0] == [*range(10), *range(290, 300)]
+    text = "The wind came from the north and the sky was grey. " * 60
+    ids = model.tok_encode(text)
+    assert len(ids) > model.max_length
+    assert model._prompt(text, 100) == [*ids[:10], *ids[-10:]]
+    assert model.truncated == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "expected"),
+    [
+        ("acc", np.bool_(True), {"score": 1.0}),
+        ("acc", 0, {"score": 0.0}),
+        ("f1", np.float64(0.25), {"score": 0.25}),
+        ("perplexity", -2.5, {"score": -2.5, "weight": 1}),
+        ("word_perplexity", (-30.0, 12), {"score": -30.0, "weight": 12}),
+    ],
+)
+def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metric, value, expected):
+    """lm-eval turns log-likelihoods into a perplexity. Pairs are compared by log-likelihood."""
+    sample = {metric: value, "doc_id": 3, "doc": {}, "target": "x", "resps": [[(-1.0, True)]]}
+    line = _sample(sample, metric)
+    assert {k: v for k, v in line.items() if k in ("score", "weight")} == expected
+    json.dumps(line)
+
+
+def test_a_metric_that_is_no_number_is_refused():
+    with pytest.raises(MeasurementError, match="choose another"):
+        _sample({"f1": {"a": 1}, "doc_id": 0, "target": "", "resps": []}, "f1")
 
 
 def test_records_are_compared_question_by_question(records):
@@ -222,6 +320,48 @@ task: {name: lm_eval, tasks: kvbench_cloze_said, limit: 24, temperature: 2.0, ma
 capacity: 48
 policies: [dense, h2o]
 """
+
+
+CONTEXTS = ["The wind came from the", "He said that she", "Line 7: the register holds <", "It was", "The old"]
+
+
+def drawn(model, **settings):
+    """How often each short answer comes, to each context."""
+    requests = [
+        Instance("generate_until", {}, (text, {"until": [], **settings}), 0, ("drawn", number, 200))
+        for number, text in enumerate(CONTEXTS)
+    ]
+    answers = model.generate_until([request for request in requests for _ in range(request.repeats)])
+    return [Counter(answers[start : start + 200]) for start in range(0, len(answers), 200)]
+
+
+def unlike(a, b) -> float:
+    """The p-value of two lists of counts coming from the same distributions. Answers given less than ten times count as one."""
+    statistic, degrees = 0.0, 0
+    for x, y in zip(a, b, strict=True):
+        often = [answer for answer, count in (x + y).items() if count >= 10]
+        table = np.array([[c[answer] for answer in often] + [c.total() - sum(c[answer] for answer in often)] for c in (x, y)])
+        found = chi2_contingency(table[:, table.sum(0) > 0], correction=False)
+        statistic, degrees = statistic + found.statistic, degrees + found.dof
+    return float(chi2.sf(statistic, degrees))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.8, "top_k": 0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.2, "top_p": 0.6, "top_k": 0}],
+    ids=str,
+)
+def test_answers_are_drawn_from_the_distribution_of_lm_evals_own_model(settings):
+    """Shares of 200 answers to each of five prompts, by a test that another temperature fails."""
+    directory = model_directory("builtin:vanilla", None, False)
+    sampling = {"do_sample": True, "max_gen_toks": 2, **settings}
+    reference = theirs(directory)
+    reference.batch_size_per_gpu = 100
+    torch.manual_seed(1)
+    expected = drawn(reference, **sampling)
+    assert unlike(drawn(ours(directory, batch_size=100), **sampling), expected) > 0.01
+    other = {"temperature": settings["temperature"] * 2}
+    assert unlike(drawn(ours(directory, batch_size=100), **sampling | other), expected) < 1e-4
 
 
 def sampled(folder, *settings):
@@ -286,6 +426,15 @@ def test_lm_evals_own_command_draws_the_same_answers(capsys, tmp_path, monkeypat
     said = {line["doc_id"]: line["resps"][0][0] for line in map(json.loads, file.read_text().splitlines())}
     trace = json_lines(RecordStore(tmp_path / "results-sample_seed=3").trace_path(record, ".samples.jsonl"))
     assert said == {line["question"]: line["said"][0] for line in trace}
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 8])
+def test_pass_at_k_counts_choices(number):
+    """By hand: all choices of k answers, of c right ones and the others wrong."""
+    for k, right in product(range(1, number + 1), range(number + 1)):
+        choices = [any(c) for c in combinations([i < right for i in range(number)], k)]
+        assert pass_at(np.array([float(right)]), number, k)[0] == pytest.approx(sum(choices) / len(choices))
+    assert pass_sizes(number) == {1: [1], 2: [1, 2], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}[number]
 
 
 def test_a_task_in_the_chat_template_asks_other_questions(chatting):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
-from kvbench.harness.tasks.lm_eval import LmEval
+from kvbench.harness.tasks.lm_eval import LmEval, measure
 from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
 
 REQUEST = ("loglikelihood", {}, ("reg 3 = 41\n" * 20, "reg 3"), 0)
@@ -72,7 +74,29 @@ def test_what_lm_eval_keeps_is_of_the_file_that_was_read(monkeypatch):
     assert read == ["a.gguf"]
 
 
+def test_answers_of_which_nothing_is_known_are_not_used(tmp_path):
+    class Other:
+        cache_hook = None
+
+        def set_cache_hook(self, hook):
+            hook.dbdict["a hash"] = (1.0, True)
+
+    CachingLM(Other(), str(tmp_path / "a.db")).dbdict.close()
+    with pytest.raises(UserError, match="holds answers of another model"):
+        answers(model_of("policy=dense"), tmp_path / "a.db")
+
+
 BASE = ("lm-eval", "--model_args", "pretrained=builtin:sink_2", "--tasks", "kvbench_cloze")
+
+
+def test_a_users_folder_of_tasks_stands_beside_ours(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("include_path: theirs\n")
+    ours = str(catalogue.GENERATED)
+    assert catalogue.with_our_tasks(None, None) == ours
+    assert catalogue.with_our_tasks("mine", None) == [ours, "mine"]
+    assert catalogue.with_our_tasks(None, str(config)) == [ours, "theirs"]
+    assert catalogue.with_our_tasks("mine", str(config)) == [ours, "mine"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +158,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("was", "becomes", "says"), BROKEN.values(), ids=BROKEN)
-def test_a_mistake_in_a_task_of_a_suite_is_one_line(was, becomes, says, tmp_path, monkeypatch):
+def test_a_mistake_in_a_task_is_one_line(was, becomes, says, tmp_path, monkeypatch, capsys):
+    """Of a suite, and of the command; but lm-eval's command reads numbers in words."""
     (tmp_path / "data.jsonl").write_text('{"q": "a", "a": "b"}\n' * 2)
     (tmp_path / "other.jsonl").write_text('{"q": "a"\nno json')
     text = TASK.replace(was, becomes)
@@ -148,6 +173,13 @@ def test_a_mistake_in_a_task_of_a_suite_is_one_line(was, becomes, says, tmp_path
     assert says in str(error.value)
     with pytest.raises(UserError, match=r"include: .*none: no such folder"):
         LmEval.data(LmEvalOptions(tasks="mine", include=str(tmp_path / "none")), lambda: tokenizer, None)
+    if "repeats" not in becomes:
+        manager = catalogue.TaskManager(include_path=str(tmp_path), include_defaults=False)
+        monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)
+        code, _, err = bench(capsys, *BASE[:-1], "mine", "--device", "cpu")
+        assert code == 2
+        assert says in err.splitlines()[-1]
+        assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -197,6 +229,29 @@ def test_an_answer_ends_when_its_text_contains_the_stop_string(before, stop):
     text = "🙂🙃🙂" if len(stop) == 12 else "STOP"
     contains = [text in KVBench._end_of(model, list(range(n)), len(text)) for n in range(1, len(model.pieces) + 1)]
     assert contains == [False] * (len(model.pieces) - 1) + [True]
+
+
+def test_silence_is_that_of_a_thread(capsys):
+    """What two threads change at once is as it was afterwards, and a third one prints."""
+    stdout, entered, leave = sys.stdout, threading.Barrier(2, timeout=10), threading.Event()
+
+    def silent() -> None:
+        with catalogue.quiet():
+            print("silent")
+            entered.wait()
+            leave.wait(10)
+
+    threads = [threading.Thread(target=silent, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    entered.wait()
+    print("said")
+    leave.set()
+    entered.wait()
+    for thread in threads:
+        thread.join()
+    assert sys.stdout is stdout
+    assert capsys.readouterr().out == "said\n"
 
 
 def test_add_bos_token_decides_whether_a_text_is_scored_after_one_bos_or_two(shared):
@@ -253,3 +308,24 @@ def test_a_suite_with_a_chat_template_that_a_base_model_lacks_is_refused():
     tokenizer = load_tokenizer(model_directory("builtin:sink_2", None, False))
     with pytest.raises(UserError, match="kvbench_cloze: .*chat_template"):
         LmEval.data(LmEvalOptions(tasks="kvbench_cloze", limit=1, chat_template=True), lambda: tokenizer, None)
+
+
+def test_a_suite_passes_add_bos_token_on(monkeypatch):
+    passed = []
+
+    class PassedError(Exception):
+        pass
+
+    def model(*_, add_bos_token, **__):
+        passed.append(add_bos_token)
+        raise PassedError
+
+    monkeypatch.setattr(measure, "KVBench", model)
+    monkeypatch.setattr(measure, "RequestReader", lambda *_: None)
+    data = SimpleNamespace(tokens=1, lengths=[1], tokenizer=None)
+    job = SimpleNamespace(data=data, at_once=1, model=None, config=None, block=None, method=None)
+    for value in (None, False):
+        with pytest.raises(PassedError):
+            measure.measure(LmEvalOptions(tasks="a", add_bos_token=value), job)
+    assert passed == [None, False]
+    assert "add_bos_token" not in LmEvalOptions(tasks="a").model_dump(exclude_none=True), "cells without it stay as they were"

@@ -86,6 +86,15 @@ def test_a_head_that_is_tied_need_not_be_in_the_file(tmp_path):
         loaded(tmp_path)
 
 
+def test_what_was_once_stored_and_is_now_computed_may_be_in_the_file(folder):
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.embeddings.position_ids": torch.ones(4)}
+    change_weights(folder, lambda tensors: tensors.update(buffers))
+    assert loaded(folder).check <= 1
+    change_weights(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate.weight": torch.ones(4)}))
+    with pytest.raises(UserError, match=r"1 unexpected \(model.layers.0.mlp.gate.weight\)$"):
+        loaded(folder)
+
+
 @pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"", lambda x: b"\xff" * 999, lambda x: x + b"more"])
 def test_a_file_that_is_not_whole_is_refused(folder, damage):
     file = folder / "model.safetensors"
@@ -204,6 +213,7 @@ def test_a_model_of_the_hub_is_downloaded_unless_its_commit_is_there(hub, revisi
     hub.cached = cached
     assert model_directory("owner/name", revision, False) == hub.directory
     assert [asked["local"] for asked in hub.asked] == locally
+    assert all(asked["revision"] == revision for asked in hub.asked)
     assert "*.safetensors" in hub.asked[-1]["allow_patterns"]
     assert "pytorch_model*.bin" not in hub.asked[-1]["allow_patterns"]
 
@@ -238,6 +248,14 @@ def test_a_remembered_digest_of_weights_that_changed_is_not_used(hub, remembered
     weights.write_bytes(b"weights")
     os.utime(weights, ns=(time, time))
     assert weights_digest(hub.directory) == first
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"a": 1}'])
+def test_a_damaged_file_of_digests_is_made_anew(hub, remembered, text):
+    first = weights_digest(hub.directory)
+    remembered.write_text(text)
+    assert weights_digest(hub.directory) == first
+    assert len([name for name in json.loads(remembered.read_text()) if str(hub.directory) in name]) == 2
 
 
 def test_the_generation_config_is_part_of_the_digest(hub, remembered):

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import pickle
+import signal
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import children
+import psutil
 import pytest
 import torch
+from conftest import bench_in as bench
 from conftest import model_of, tokens_of
 
 from kvbench.harness.core.codec import Codec, Kivi
@@ -21,7 +27,9 @@ from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
+from kvbench.harness.models import load
 from kvbench.harness.models.shape import readable_shape
+from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import READ_AT_POINTS
 from kvbench.harness.run import child
 from kvbench.harness.run.options import RunOptions
@@ -262,6 +270,78 @@ def test_a_process_that_ends_without_an_answer_is_an_error(monkeypatch, order, t
     monkeypatch.setattr(child, "run_child", target)
     with pytest.raises(error, match=message):
         measure(order())
+
+
+RUN = """
+import pickle, signal, sys
+from kvbench.harness.run import child
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
+child.measure(pickle.load(open(sys.argv[1], "rb")), [None], lambda tokens, text: print(text, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_its_process_ends_with_the_run_that_is_killed(number, order):
+    """Without writing anything: its work would take minutes without output. Ctrl-C reaches all processes of a terminal.
+
+    The script has no guard `if __name__ == "__main__"`, and is not run again.
+    """
+    Path("order").write_bytes(pickle.dumps(order(tokens=10**8)))
+    Path("run.py").write_text(RUN)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "run.py", "order"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as run_:
+        started, process = time.monotonic(), []
+        while not process and time.monotonic() < started + 120:
+            time.sleep(0.05)
+            process = [p for p in psutil.Process(run_.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        assert process
+        time.sleep(1)
+        run_.send_signal(number) if number == signal.SIGKILL else os.killpg(run_.pid, number)
+        _, alive = psutil.wait_procs(process, timeout=60)
+        for one in alive:
+            one.kill()
+        assert not alive
+        stderr = run_.stderr.read()
+    assert stderr.count("Traceback") == (number == signal.SIGINT), "of this process, which catches nothing; never of the other"
+
+
+def test_its_process_ends_when_whoever_listens_does(order):
+    """Ctrl-C while progress is shown: the exception is passed on, and the process is gone."""
+
+    def interrupted(tokens, text):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(order(10**7, 10**4), interrupted)
+    assert not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "free_bytes", lambda device: 2**30)
+    args = [
+        "run",
+        "latency-cpu",
+        "--set",
+        "id=[random:llama-2-13b,random:stories-260k]",
+        "--policy",
+        "window",
+        "--set",
+        "capacity=8",
+    ]
+    short = ["tokens=64", "prompt=16", "rounds=6", "sittings=2", "most_sittings=2", "steps=1"]
+    done = bench(*args, *(x for s in short for x in ("--set", s)), cwd=tmp_path)
+    assert done.returncode == 4
+    assert "out of memory: its weights take" in done.stderr
+    records, _ = RecordStore(tmp_path / "results").read_all()
+    assert sorted(r.status for r in records) == ["failed", "ok"]
 
 
 def test_tensors_are_counted_once_and_the_models_not_at_all():

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from every_policy import evicting, instances
-from factories import default_policies, needs_triton
+from factories import default_policies, needs_triton, slots_for
 from test_models import REFUSED
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +32,7 @@ from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.slot_rows import Rows
-from kvbench.harness.engine.slots import BUCKET
+from kvbench.harness.engine.slots import BUCKET, LayerShape
 from kvbench.harness.kernels import choose, cuda, cuda_attention, flex, rope
 from kvbench.harness.kernels.captured import CapturedSteps
 from kvbench.harness.kernels.compiler import why_untraced
@@ -41,6 +41,7 @@ from kvbench.harness.models.families import FAMILIES as FAMILY_SIZES
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_sink_window import RecomputeSinkWindow
 from kvbench.policies.sink_window import SinkWindow
 
@@ -182,6 +183,18 @@ def test_steps_of_every_family_can_be_captured(family):
     read_in(CachedDecoder(model, config_of("h2o", mode, 2), 2), [1, 1, 1])
 
 
+@pytest.mark.parametrize("policy", ["dense", "h2o", "sink_window"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_that_is_evicted_once(policy, mode):
+    """Under layers with a sliding window and without; every policy is below."""
+    model, config = meta_model("gemma3_text"), config_of(policy, mode)
+    with OnlyDevice():
+        read = CachedDecoder(model, config, 2)
+        logits = read.read_prompt(tokens_of(20), 16, once=True)
+    assert logits.shape == (2, VOCABULARY)
+    read_in(read, [1, 3, 1])
+
+
 @pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", [name for name in evicting() if name not in DECIDED_BY_THE_PROMPT])
 def test_every_cadence_with_a_prompt(name, policies):
@@ -206,6 +219,13 @@ def test_coded_caches(codec, evict):
             read.read_prompt(tokens_of(12), 8)
             read.reserve(BUCKET)
         read_in(read, [1, 5], ragged)
+
+
+def test_a_step_whose_logits_are_chosen_needs_no_index():
+    read = decoder(meta_model("llama"), config_of("recompute_window"), 2)
+    read_in(read, [5, 1])
+    with nothing_of_the_host():
+        read(tokens_of(1), keep=tokens_of(1, 1)[0])
 
 
 @pytest.mark.parametrize("name", DECIDED_BY_THE_PROMPT)
@@ -324,3 +344,25 @@ def test_sabotage_of_the_step_is_noticed(monkeypatch, fault, size):
     decoder(adopt(tiny_model("llama")), config_of("h2o"), 2)(torch.zeros(2, size, dtype=torch.int64))
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         read_in(decoder(meta_model("llama"), config_of("h2o"), 2), [size])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("capacity", [CAPACITY, 40])
+def test_bytes_are_those_of_the_formula(family, capacity):
+    """2 (K and V) x layers x streams x KV heads x (slots kept + 1) x head dim x bytes; a window of 16 keeps 15."""
+    model = meta_model(family, torch.bfloat16)
+    heads = 4 if family == "gpt_neox" else 2
+    kinds = getattr(model.hf.config, "layer_types", None) or ["full_attention"] * 2
+    slots = sum((min(capacity, 15) if kind == "sliding_attention" else capacity) + 1 for kind in kinds)
+    read = decoder(model, config_of(H2O(), capacity=capacity), 3)
+    assert read.kv_bytes == 2 * 3 * heads * slots * 16 * torch.bfloat16.itemsize == model.kv_bytes(capacity, 3)
+    assert read.fork([0]).kv_bytes == model.kv_bytes(capacity)
+
+
+def test_bytes_of_a_shape_that_no_test_machine_holds():
+    """Llama-2-7B, dense, 4,096 tokens in 16 bits: 2 GiB of K/V per stream, 16 streams."""
+    shape = LayerShape(heads=32, group=1, key_dim=128, value_dim=128, rotation=None, sliding_window=None)
+    config = CacheConfig(H2O(), 4095)
+    slots = slots_for(shape, config, [*range(32)], 32, 16, torch.bfloat16, META)
+    assert slots.kv_bytes == 16 * 2 * 2**30
+    assert slots.state_bytes == 32 * 16 * 32 * (4096 * (8 + 8 + 4) + 8)

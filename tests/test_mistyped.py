@@ -13,7 +13,9 @@ import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.generation import checked
-from kvbench.harness.suite.axes import size_in_bytes
+from kvbench.harness.suite.axes import evict_from, kv_from, size_in_bytes
+from kvbench.lab.pretrain import config as pretraining
+from kvbench.lab.pretrain.text import pieces
 
 
 @pytest.mark.parametrize(
@@ -23,10 +25,13 @@ from kvbench.harness.suite.axes import size_in_bytes
         (("pretrain", "vanilla", "--set", "seed=["), "--set seed=[: '[' is not YAML"),
         (("policy", "check", "h2o", "--set", "window=["), "--set window=[: '[' is not YAML"),
         (("run", "quickstart", "--policy", "{name: cake, gamma: .nan}"), "gamma: Input should be a finite number"),
+        (("run", "quickstart", "--policy", "{name: cake, gamma: .inf}"), "gamma: Input should be a finite number"),
         (("run", "quickstart", "--block", 10**20), "is not in the range"),
         (("probe", "builtin:sink_2", "--out", "t.json", "--dtype", "half"), "'half' is not one of"),
         (("which", "builtin:recall", "--budget", 96, "--minutes", "nan"), "nan: expected minutes, such as 30"),
+        (("which", "builtin:recall", "--budget", 96, "--minutes", "inf"), "inf is not in the range"),
         (("pretrain", "vanilla", "--set", f"seed={10**20}"), "seed: Input should be less than"),
+        (("pretrain", "vanilla", "--set", "training.learning_rate=.inf"), "Input should be a finite number"),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "",
 )
@@ -64,6 +69,10 @@ def test_numbers_of_a_call(arguments, says):
     [
         ({"policy": "h2o"}, "H2O needs a capacity"),
         ({"policy": "h2o", "capacity": 64, "sinks": 3}, "sinks: not an argument of kvbench, nor a parameter of h2o"),
+        ({"policy": "nonsense", "capacity": 64}, "unknown policy 'nonsense'"),
+        ({"policy": "sink_window", "sinks": 9, "capacity": 8}, "capacity 8 can't hold sinks 9"),
+        ({"prompt": "backwards"}, "--model_args: prompt: Input should be 'stream'"),
+        ({"prompt": "truncate"}, "prompt 'truncate' needs prompt_tokens"),
         ({"capacity": 64}, "Dense takes no capacity"),
         ({"policy": "recompute_window", "capacity": 8, "prompt": "once"}, "RecomputeWindow keeps no cache"),
         ({"batch_size": "many"}, "--model_args: batch_size: Input should be a valid integer"),
@@ -95,5 +104,28 @@ def test_arguments_of_the_model_for_lm_eval(given, says):
 def test_settings_of_generated_answers(setting, value, says):
     with pytest.raises(UserError, match=f"^mine: {re.escape(says)}$"):
         checked({setting: value}, "mine")
-    given = {"until": "a", "max_gen_toks": "5", "do_sample": "no", "top_p": None}
-    assert checked(given, "mine") == {"until": ["a"], "max_gen_toks": 5, "do_sample": False}
+    given = {"until": "a", "max_gen_toks": "5", "do_sample": "no", "top_p": None, "num_beams": 1}
+    assert checked(given, "mine") == {"until": ["a"], "max_gen_toks": 5, "do_sample": False, "num_beams": 1}
+
+
+@pytest.mark.parametrize("number", [True, False, 1.0, -1, 10**20, "1"], ids=repr)
+def test_numbers_inside_axes_are_whole(number):
+    exempt, every, group = (
+        {"codec": "int4", "exempt": {"sinks": number}},
+        {"every": number},
+        {"codec": "kivi4", "group": number},
+    )
+    for axis, value in ((kv_from, exempt), (kv_from, group), (evict_from, every), (evict_from, {"pages": number})):
+        with pytest.raises(ValueError, match="numbers, at least 1|is a number of tokens, at least 1"):
+            axis(value)
+
+
+@pytest.mark.parametrize(("size", "expected"), [("1.5MiB", 3 * 2**19), (65536, 65536), ("0.5kB", 500)])
+def test_sizes(size, expected):
+    assert size_in_bytes(size) == expected
+
+
+def test_books_without_text_end_a_pretraining(tmp_path):
+    (tmp_path / "train.txt").write_text("")
+    with pytest.raises(UserError, match=r"train\.txt: no book has any text"):
+        next(pieces(pretraining.Mix(pg19=1, prose=0), 0, tmp_path))

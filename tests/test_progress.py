@@ -10,6 +10,7 @@ from conftest import bench_in as bench
 from factories import record
 from rich.console import Console
 
+from kvbench.harness.cli.terminal import link
 from kvbench.harness.run import progress
 from kvbench.harness.run.progress import ProgressView
 
@@ -131,3 +132,10 @@ def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, ask
             assert bench(*verb, cwd=tmp_path).returncode == code
     assert bench("leaderboard", "--results", "results", cwd=tmp_path).returncode == 0, "the option has the last word"
     assert {p.name for p in tmp_path.iterdir()} == {"results", "flat.csv"}
+
+
+def test_a_dumb_terminal_gets_no_links(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert link(tmp_path, True).startswith("\x1b]8;;file://")
+    monkeypatch.setenv("TERM", "dumb")
+    assert link(tmp_path, True) == str(tmp_path)

@@ -108,7 +108,7 @@ def test_a_record_from_the_future_is_told_before_anything_is_measured(tmp_path, 
     assert "1 records have a time in the future" in done.stderr
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EIO])
 def test_without_file_locks_a_second_run_is_kept_out_and_a_later_one_is_not(number, tmp_path, monkeypatch):
     """The lock of a process that ended on this host is taken over."""
 

@@ -22,7 +22,7 @@ from kvbench.harness.report.gate_figures import figures, rule_of
 from kvbench.lab.attention.figures import patch_figures
 from kvbench.lab.attention.images import in_directory, shapes
 from kvbench.lab.attention.notes import Notes
-from kvbench.lab.attention.vision import TokenLayout
+from kvbench.lab.attention.vision import TokenLayout, load_image_reader
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -168,3 +168,21 @@ def test_images_of_a_directory_are_sorted_and_decoded(photos):
     (photos / "b.png").write_bytes(b"no image")
     with pytest.raises(UserError, match="b.png: not a readable image"):
         found.load(1)
+
+
+@pytest.mark.slow("takes seconds")
+def test_a_model_with_its_image_processor_reads_photographs(photos, tmp_path):
+    from transformers import BitImageProcessorPil
+
+    folder = tmp_path / "dino"
+    with_outlier(0).save_pretrained(folder)
+    own = BitImageProcessorPil(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
+    own.save_pretrained(folder)
+    read = load_image_reader(folder)
+    image = in_directory(photos).load(0)
+    expected = own(images=[image], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(read.pixels([image]), expected)
+    ran = run_suite(tmp_path, folder, "data: images, samples: 3", "--data", photos)
+    assert ran.returncode == 0, ran.stderr
+    short = run_suite(tmp_path, folder, "data: images, samples: 9", "--data", photos)
+    assert "has 3 images, not the 9 asked for; set samples lower" in short.stderr

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import bench_in
 from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 from watched import IDS, TOKENS, Whole, eager_weights
 
 from kvbench.harness.engine import watch as watching
@@ -175,3 +176,43 @@ def test_the_task_as_a_user_runs_it(tmp_path: Path):
     assert 0 < low < found["builtin:sink_1", "h2o"]["lost"] < high
     checked = bench_in("records", "verify", "r", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.slow("takes seconds")
+def test_an_encoder_is_looked_at_and_its_cache_is_not(tmp_path: Path):
+    """Its samples end in [SEP], which is a sink here because every query of head 0 in layer 1 is made to look for it."""
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *"abcdefghijklmnopqrstuvwxyz",
+        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    folder = tmp_path / "encoder"
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    bert = BertForMaskedLM(BertConfig(vocab_size=len(words), initializer_range=0.2, **sizes)).eval()
+    with torch.no_grad():
+        attention, embeddings = bert.bert.encoder.layer[0].attention.self, bert.bert.embeddings
+        found = embeddings(torch.tensor([[2, 7, 8, 3]]))[0, 3]
+        attention.query.weight[:16], attention.query.bias[:16] = 0, 0
+        attention.query.bias[0] = 30
+        attention.key.weight[:16], attention.key.bias[:16] = 0, 0
+        attention.key.weight[0] = found / found.norm()
+    bert.save_pretrained(folder)
+    suite = tmp_path / "look.yaml"
+    suite.write_text(
+        f"suite: look\nversion: 1\ndescription: d\nmodel: {{id: '{folder}'}}\n"
+        "task: {name: attention, data: prose, samples: 4, tokens: 24, epsilon: 0.5}\ncapacity: 8\npolicies: [h2o]\n"
+    )
+    refused = bench_in("run", suite, "--results", "r", "--threads", 1, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "can be looked at, but the loop can't drive it, so only dense has figures" in refused.stderr
+    ran = bench_in("run", suite, "--results", "r", "--threads", 1, "--policy", "dense", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    sinks = json.loads(next((tmp_path / "r").rglob("dense*.json")).read_text())["metrics"]["sinks"]
+    assert [(x["text"], x["position"], x["times"]) for x in sinks] == [("[SEP]", 23, 4)]

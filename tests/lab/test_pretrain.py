@@ -8,12 +8,14 @@ import shutil
 import pytest
 import torch
 from conftest import DEVICE, tokens_of
+from transformers import AttentionInterface
 
 from kvbench.harness.data.stream import opening
+from kvbench.harness.engine import attention
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, FASTEST
-from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
@@ -114,6 +116,26 @@ def test_a_zero_sink_is_a_logit_of_0_in_the_decode_loop():
         ours = torch.cat([read(tokens[:, :20]), *(read(t) for t in tokens[:, 20:].split(1, 1))], 1)
         torch.testing.assert_close(ours, reference, atol=2e-4, rtol=0)
     assert (decoder(plain, CacheConfig(Dense()))(tokens) - reference).abs().max() > 1e-2
+
+
+def test_the_self_check_would_notice_a_missing_zero_sink():
+    model = adopt(tiny_model("llama", vocab_size=96, zero_sink=True).to(DEVICE))
+    assert check(model) <= 1
+    real = attention._attention
+
+    def without(module, *args, **kwargs):
+        module.config.zero_sink = False
+        try:
+            return real(module, *args, **kwargs)
+        finally:
+            module.config.zero_sink = True
+
+    AttentionInterface.register(attention.NAME, without)
+    try:
+        with pytest.raises(UnsupportedModelError):
+            check(model)
+    finally:
+        AttentionInterface.register(attention.NAME, real)
 
 
 def test_attention_to_the_first_token_is_what_eager_attention_gives():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from copy import deepcopy
 
 import pytest
@@ -136,6 +138,18 @@ def test_it_trains_and_is_loaded_as_it_was_trained(name, tokens_file, tmp_path, 
         loaded = model.hf(input_ids=tokens, use_cache=False).logits
         torch.testing.assert_close(loaded, stored(input_ids=tokens, use_cache=False).logits, atol=1e-5, rtol=0)
     assert "Llama" in (directory / "README.md").read_text()
+
+
+@pytest.mark.slow("a process of its own")
+def test_the_harness_imports_a_variant_when_it_reads_the_config_of_one(tmp_path):
+    varied("sink_logits").save_pretrained(tmp_path)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom kvbench.harness.models.load import read_config\n"
+        "assert not [name for name in sys.modules if name.startswith('kvbench.lab')]\n"
+        f"print(type(read_config(Path({str(tmp_path)!r}))).__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "kvbench.lab.variants.sink_logits", done.stderr
 
 
 @pytest.mark.parametrize("name", CHANGES)

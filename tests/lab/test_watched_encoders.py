@@ -69,3 +69,11 @@ def test_an_encoder_needs_its_other_weights(name, prefix, tmp_path):
     change_config(folder, num_hidden_layers=1)
     with pytest.raises(UserError, match=r"tensors: 15 unexpected \((bert\.)?encoder\.layer\.1\."):
         weights_of_attention(folder)
+
+
+def test_a_head_that_is_left_over_is_not_looked_at(tmp_path):
+    """The files of BERT have a head for a task of its training beside the one that its config names, and a pooler."""
+    folder = encoders(tmp_path)["whole"]
+    whole, extra = weights_of_attention(folder), ("cls.seq_relationship.weight", "bert.pooler.dense.weight")
+    change_weights(folder, lambda tensors: tensors.update({name: torch.ones(2, 64) for name in extra}))
+    assert torch.equal(weights_of_attention(folder), whole)
