@@ -16,6 +16,7 @@ from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.reset import ResetDecoder
 from kvbench.policies.reset import Reset
+from kvbench.policies.sink_window import SinkWindow
 
 
 def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, method: Method = EAGER):
@@ -49,6 +50,16 @@ def test_the_block_the_streams_and_kernels_change_nothing(policy, method):
     ours, theirs = both(tokens[:, 80:]), torch.cat([r(tokens[b : b + 1, 80:]) for b, r in enumerate(reads)])
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     assert both.slots == reads[0].slots
+
+
+def test_a_sliding_window_layer_keeps_what_later_queries_may_see():
+    model, tokens = model_of("mistral"), tokens_of(60)
+    sliding = model.layers[0].sliding_window
+    assert sliding == 16
+    read, _ = read_once(model, CacheConfig(SinkWindow(sinks=2), 20), tokens[:, :50], 16)
+    kept = read.kept()[0][0][0]
+    assert min(kept) >= 50 - (sliding - 1)
+    assert read(tokens[:, 50:]).isfinite().all()
 
 
 CAPACITY = 9

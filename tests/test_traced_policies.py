@@ -107,21 +107,13 @@ def test_walks_and_steps_in_c_are_the_plain_ones(policy, capacity, every, sizes,
 ROTATION = Rotation(100.0 ** (-torch.arange(4, dtype=torch.float64) / 4), torch.arange(8), 0)
 
 
-@pytest.mark.slow("many drawn cases")
 @needs_compiler
-@settings(max_examples=40)
-@given(
-    policy=st.sampled_from([*PLAIN, *WRITTEN, H2O(1), Random(), SinkWindow(1)]),
-    capacity=st.sampled_from([4, 7, 14]),
-    every=st.sampled_from([1, 1, 3, 9]),
-    sizes=st.lists(st.sampled_from([1, 1, 2, 5, 13]), min_size=1, max_size=8),
-    mode=st.sampled_from(MODES),
-    heads=st.sampled_from([(3,), (3, 5)]),
-    group=st.integers(1, 3),
-)
-def test_some_heads_of_a_layer_in_c_are_the_plain_ones(policy, capacity, every, sizes, mode, heads, group):
+@pytest.mark.parametrize("number", range(len(POLICIES)), ids=lambda n: type(POLICIES[n]).__name__)
+def test_some_heads_of_a_layer_in_c_are_the_plain_ones(number):
     """The third layer of five, of which heads 3 and 5 live here, with two streams whose prompts have different lengths."""
-    sizes, shape = [*sizes, 1], LayerShape(len(heads), group, 8, 8, ROTATION, None)
+    policy, mode, group, every = POLICIES[number], MODES[number % len(MODES)], 1 + number % 3, (1, 3)[number % 2]
+    heads, capacity, sizes = (3, 5)[: 2 - number % 5 // 4], 7, [5, 13, 1, 1, 2, 9, 1]
+    shape = LayerShape(len(heads), group, 8, 8, ROTATION, None)
     config, walks = CacheConfig(policy, capacity, mode, seed=7, evict=every), []
     for method in (KERNELS, TOKEN_BY_TOKEN):
         slots = slots_for(shape, config, [2], 5, streams=2, heads=heads)
