@@ -7,8 +7,7 @@ A policy that breaks a rule would run and give wrong figures. So every user's po
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,24 @@ from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.rules.views import Case, attention, combined, first_state, updated
-from kvbench.policies import CacheView, Policy
+from kvbench.harness.rules.views import (
+    LARGEST,
+    attention,
+    cache_over_steps,
+    first_state,
+    later,
+    mapped,
+    mixed,
+    random_view,
+    updated,
+)
+from kvbench.policies import Policy
 
-_LARGEST = 2**12  # tokens in the caches shown to a policy before a run
+CPU = torch.device("cpu")
+_CAPACITY_OF_DENSE = 16  # tokens in the caches shown to a policy that never evicts
+_COMPARED = 2**12  # tokens in the caches shown to a policy that compares slots, but for one view at its capacity
+_MAX_STEPS = 64
+_MAX_SLOTS_OF_ALL_STEPS = 2**17
 _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 
@@ -38,33 +51,88 @@ class RuleResult:
         return not self.problem
 
 
+@dataclass(frozen=True)
+class Case:
+    """A policy at one capacity."""
+
+    policy: Policy  # bound to the capacity, if it evicts
+    unbound: Policy  # the policy before that
+    capacity: int  # of the caches that it is shown
+    device: torch.device = CPU
+
+    @property
+    def steps(self) -> int:
+        """Number of steps for which the policy makes its own choices."""
+        return max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
+
+
 Rule = tuple[str, Callable[[Case], str]]
 
 
-def checked(rules: Iterable[Rule], on: Case) -> list[RuleResult]:
-    """Check rules on a policy, in order. After a broken rule, the others are not tried."""
-    results: list[RuleResult] = []
+def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Case:
+    """Bind a policy to a capacity for checking.
+
+    Raises:
+        ValueError: the policy can't work with this capacity.
+    """
+    if not policy.evicts or capacity is None:
+        return Case(policy, policy, _CAPACITY_OF_DENSE, device)
+    return Case(policy.bind(capacity), policy, capacity, device)
+
+
+def tried(rules: Iterable[Rule], on: Case, before: Sequence[RuleResult] = ()) -> list[RuleResult]:
+    """Check rules on a policy. An error that it raised before, as results in `before` say, is not reported again."""
+    findings: list[RuleResult] = []
+    reported = {f.problem for f in before if f.error is not None}
     for name, test in rules:
-        if not all(result.ok for result in results):
-            results.append(RuleResult(name, note="not tried: see above"))
-            continue
         try:
             with torch.inference_mode():  # like in a run
-                results.append(RuleResult(name, test(on)))
+                findings.append(RuleResult(name, test(on)))
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
-            results.append(RuleResult(name, f"it raised {described(error)}", error=error))
-    return results
+            problem = f"it raised {described(error)}"
+            repeated = problem in reported
+            findings.append(RuleResult(name, note="not tried: see above") if repeated else RuleResult(name, problem, error=error))
+            reported.add(problem)
+    return findings
 
 
-def broken_rule(policy: Policy, capacity: int | None, device: torch.device) -> RuleResult | None:
-    """Return the first rule that an unbound policy breaks at a capacity, or at `_LARGEST`. None as capacity: it never evicts."""
+def cheap_findings(on: Case) -> list[RuleResult]:
+    """Check all rules of this module. If one of `FOUNDATIONS` is broken, the others are skipped."""
+    findings: list[RuleResult] = []
+    for number, (name, test) in enumerate((*FOUNDATIONS, *OTHERS)):
+        broken = number >= 1 and not all(f.ok for f in findings[: len(FOUNDATIONS)])
+        findings += [RuleResult(name, note="not tried: see above")] if broken else tried([(name, test)], on, findings)
+    return findings
+
+
+def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[RuleResult]:
+    """The rules of this module that an unbound policy breaks at a capacity (None: it never evicts).
+
+    At most `LARGEST` is checked. A policy that compares slots meets one such large cache, and every rule at a smaller one,
+    because what it does can cost much more than its slots.
+    """
     if not policy.caches:  # its importance is never used
+        return []
+    try:
+        on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
+        small = _smaller(on)
+    except ValueError as error:
+        return [] if (capacity or 0) > LARGEST else [RuleResult("it can be bound to the capacity", str(error), error=error)]
+    except (Exception, SystemExit) as error:
+        return [RuleResult("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
+    if small is None:
+        return [f for f in cheap_findings(on) if not f.ok]
+    return [f for f in (*cheap_findings(small), *tried([_AT_CAPACITY], on)) if not f.ok]
+
+
+def _smaller(on: Case) -> Case | None:
+    """Return the case at a capacity where all rules are cheap to check; None if it has one already, or can't take it."""
+    if on.policy.scope == "slot" or on.capacity <= _COMPARED:
         return None
     try:
-        on = Case(policy, None if capacity is None else min(capacity, _LARGEST), device)
-    except (Exception, SystemExit):  # its cell fails, and says why; or its window is larger than `_LARGEST`
+        return case(on.unbound, _COMPARED, on.device)
+    except ValueError:  # e.g. its window is larger
         return None
-    return next((result for result in checked(RULES, on) if not result.ok), None)
 
 
 def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: torch.device) -> None:
@@ -75,14 +143,15 @@ def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: to
     Raises:
         UserError: the policy breaks a rule.
     """
-    broken = None if plugins.is_ours(type(policy)) else broken_rule(policy, capacity, device)
-    if broken is not None and broken.error is None:
+    findings = [] if plugins.is_ours(type(policy)) else broken_rules(policy, capacity, device)
+    first = next((f for f in findings if f.error is None), None)
+    if first is not None:
         label, option = (name, "") if capacity is None else (f"{name} at capacity {capacity}", f" --capacity {capacity}")
-        raise UserError(f"{label} breaks a rule ({broken.rule}): {broken.problem}; see 'bench policy check {name}{option}'")
+        raise UserError(f"{label} breaks a rule ({first.rule}): {first.problem}; see 'bench policy check {name}{option}'")
 
 
 def _shape(on: Case) -> str:
-    view = on.random_view()
+    view = random_view(on.policy, on.capacity, on.device)
     for statistic, state in view.states.items():
         if state.shape != first_state(statistic, view).shape:
             return f"the state of {type(statistic).__name__} became {list(state.shape)}"
@@ -94,97 +163,105 @@ def _shape(on: Case) -> str:
     return ""
 
 
+def _at_capacity(on: Case) -> str:
+    """Checks one random full cache."""
+    view = random_view(on.policy, on.capacity, on.device)
+    out = on.policy.importance(view)
+    if out.shape != view.rank.shape or out.dtype != torch.float32:
+        return f"it returned {list(out.shape)} {out.dtype}, expected {list(view.rank.shape)} torch.float32"
+    if out.isnan().any():
+        return "there is a NaN"
+    return "every slot is +inf, so nothing may be evicted" if (out == torch.inf).all(-1).any() else ""
+
+
 def _pure(on: Case) -> str:
-    view = on.random_view()
-    step = attention(view, torch.Generator().manual_seed(0))
-    view_before, step_before = copy.deepcopy((view, step))
+    view = random_view(on.policy, on.capacity, on.device)
+    before, step = copy.deepcopy(view), attention(view, torch.Generator().manual_seed(0))
+    step_before = copy.deepcopy(step)
     on.policy.importance(view)
     updated(view, step)
     for name in ("rank", "position", "step", "keys", "values", "layer"):
-        if not torch.equal(getattr(view, name), getattr(view_before, name)):
+        if not torch.equal(getattr(view, name), getattr(before, name)):
             return f"view.{name} was changed in place"
-    if any(not torch.equal(x, view_before.states[s]) for s, x in view.states.items()):
+    if any(not torch.equal(x, before.states[s]) for s, x in view.states.items()):
         return "a state was changed in place"
-    return "" if all(torch.equal(x, vars(step_before)[k]) for k, x in vars(step).items()) else "attention was changed in place"
+    same = all(torch.equal(x, vars(step_before)[name]) for name, x in vars(step).items())
+    return "" if same else "attention was changed in place"
 
 
-def _deterministic(on: Case, view: CacheView | None = None, when: str = "") -> str:
-    view = view or on.random_view()
-    same = _equal(on.policy.importance(view), on.policy.importance(view), 0)
-    return "" if same else f"two calls differ{when}; use view.uniform() for randomness"
+def _deterministic(on: Case) -> str:
+    view = random_view(on.policy, on.capacity, on.device)
+    first, second = on.policy.importance(view), on.policy.importance(view)
+    return "" if _equal(first, second, 0) else "two calls differ; use view.uniform() for randomness"
 
 
 def _finite(on: Case) -> str:
-    """Check random caches, and those that result from the policy's own choices."""
-    if any(on.policy.importance(on.random_view(seed)).isnan().any() for seed in range(2)):
+    """Checks random caches, and those that result from the policy's own choices."""
+    views = [random_view(on.policy, on.capacity, on.device, seed) for seed in range(2)]
+    if any(on.policy.importance(view).isnan().any() for view in views):
         return "there is a NaN"
-    for step, view in enumerate(on.views_over_steps()):
-        if problem := _invalid(on, view, f"{step} tokens after the cache is full" if step else "as soon as the cache is full"):
-            return problem
-    return ""
-
-
-def _invalid(on: Case, view: CacheView, when: str) -> str:
-    """Describe what is wrong with the importance of a view; empty if nothing is."""
-    out = on.policy.importance(view)
-    if out.isnan().any():
-        return f"importance is NaN {when}"
-    if on.policy.evicts and (out == torch.inf).all(-1).any():
-        return f"every slot is +inf {when}, so nothing may be evicted; protect at most {on.capacity} tokens"
+    if not on.policy.evicts:
+        return ""
+    for step, view in enumerate(cache_over_steps(on.policy, on.capacity, on.steps, on.device)):
+        out = on.policy.importance(view)
+        if out.isnan().any():
+            return f"importance is NaN {step} tokens after the cache is full"
+        if (out == torch.inf).all(-1).any():
+            when = f"{step} tokens after the cache is full" if step else "as soon as the cache is full"
+            return f"every slot is +inf {when}, so nothing may be evicted; protect at most {on.capacity} tokens"
     return ""
 
 
 def _later(on: Case) -> str:
-    """Check the first caches that result from the policy's own choices, moved far into a stream."""
-    for view in [*itertools.islice(on.views_over_steps(), 2)] or [on.random_view()]:
-        for tokens in _LATER_TOKENS:
-            moved = copy.copy(view)
-            moved.position, moved.step = view.position + tokens, view.step + tokens
-            when = f"at token {int(moved.step.max()):,}"
-            if problem := _invalid(on, moved, when) or _deterministic(on, moved, f" {when}"):
-                return problem
+    """Checks the first caches that result from the policy's own choices, moved far into a stream."""
+    if _finite(on):
+        return ""  # already reported
+    views = list(cache_over_steps(on.policy, on.capacity, min(2, on.steps), on.device)) if on.policy.evicts else []
+    for view in views or [random_view(on.policy, on.capacity, on.device)]:
+        for moved in (later(view, tokens) for tokens in _LATER_TOKENS):
+            out, when = on.policy.importance(moved), f"at token {int(moved.step.max()):,}"
+            if out.isnan().any():
+                return f"importance is NaN {when}"
+            if on.policy.evicts and (out == torch.inf).all(-1).any():
+                return f"every slot is +inf {when}, so nothing may be evicted"
+            if not _equal(out, on.policy.importance(moved), 0):
+                return f"two calls differ {when}; use view.uniform() for randomness"
     return ""
 
 
 def _scope(on: Case) -> str:
-    """Permute the slots, and change what is outside the scope. Neither may change the importance."""
+    """Permutes the slots, and changes what is outside the scope. Neither may change the importance."""
     policy, scope = on.policy, on.policy.scope
-    view, other = on.random_view(0), on.random_view(1)
+    view, other = (random_view(policy, on.capacity, on.device, seed) for seed in (0, 1))
     plain = policy.importance(view)
     order = torch.randperm(on.capacity + 1, generator=torch.Generator().manual_seed(1)).to(on.device)
-    if not _equal(policy.importance(combined(view, view, lambda x, _: x[:, :, order])), plain[:, :, order]):
+    if not _equal(policy.importance(mapped(view, lambda x: x[:, :, order])), plain[:, :, order]):
         return "it depends on the order of slots, which means nothing"
-
-    def alone(*part: slice) -> bool:
-        """Return whether a part of the view has the same importance if everything else is another view's."""
-
-        def kept(mine: Tensor, theirs: Tensor) -> Tensor:
-            out = theirs.clone()
-            out[part] = mine[part]
-            return out
-
-        mixed = combined(view, other, kept, of_heads=len(part) < 3)
-        return _equal(policy.importance(mixed)[part], plain[part])
-
-    first, every = slice(0, 1), slice(None)
-    if not alone(first):
+    if not _equal(policy.importance(mixed(view, other, (slice(0, 1),)))[0], plain[0]):
         return "one stream's importance depends on another stream"
-    if scope != "layer" and not alone(every, first):
-        return f"scope is '{scope}', but a head's importance depends on other heads; declare scope 'layer'"
-    if scope == "slot" and not alone(every, every, first):
-        return "scope is 'slot', but a slot's importance depends on other slots; declare scope 'head'"
+    if scope != "layer":
+        one_head = mixed(view, other, (slice(None), slice(0, 1)))
+        if not _equal(policy.importance(one_head)[:, 0], plain[:, 0]):
+            return f"scope is '{scope}', but a head's importance depends on other heads; declare scope 'layer'"
+    if scope == "slot":
+        one_slot = mixed(view, other, (slice(None), slice(None), slice(0, 1)))
+        if not _equal(policy.importance(one_slot)[:, :, 0], plain[:, :, 0]):
+            return "scope is 'slot', but a slot's importance depends on other slots; declare scope 'head'"
     return ""
 
 
 def _equal(a: Tensor, b: Tensor, rounding: float = 1e-5) -> bool:
-    """Return whether two tensors are equal up to the rounding of sums in another order."""
+    """Whether two tensors are equal up to the rounding of sums in another order."""
     return torch.allclose(a, b, rtol=rounding, atol=rounding, equal_nan=True)
 
 
-RULES: tuple[Rule, ...] = (
+FOUNDATIONS: tuple[Rule, ...] = (
     ("importance is float32 [B, H, S], one number per slot", _shape),
     ("importance changes no view, state or attention", _pure),
     ("equal views give equal importance", _deterministic),
+)
+_AT_CAPACITY: Rule = ("importance can be computed at the given capacity", _at_capacity)
+OTHERS: tuple[Rule, ...] = (
     ("importance is never NaN, nor +inf for all of a full cache", _finite),
     ("importance is valid and repeatable far into a stream", _later),
     ("importance keeps to the declared scope", _scope),

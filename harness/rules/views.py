@@ -13,65 +13,46 @@ from torch import Tensor
 
 from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic, Written
 
-CPU = torch.device("cpu")
-_STREAMS, _HEADS, _GROUP, _DIM = 2, 3, 2, 8
-_CAPACITY_OF_DENSE = 16  # tokens in the caches shown to a policy that never evicts
-_MAX_STEPS = 64
-_MAX_SLOTS_OF_ALL_STEPS = 2**17
+LARGEST = 2**17  # tokens
+_STREAMS, _HEADS, _GROUP = 2, 3, 2
+_DIM, _DIM_OF_LARGE, _LARGE_SLOTS = 8, 2, 4096  # caches with more slots have smaller heads, to save memory
 
 
-class Case:
-    """A policy at one capacity, and caches to show to it.
+def random_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
+    """A full cache with random tokens of a stream 2.5 times as long, in random slots, with statistics after three steps.
 
-    Attributes:
-        unbound: the policy.
-        policy: bound to the capacity, if it evicts.
-        capacity: of the caches, in tokens.
-        device: of the caches.
+    It has `capacity + 1` slots; `seed` is that of all random numbers.
     """
-
-    def __init__(self, policy: Policy, capacity: int | None, device: torch.device = CPU) -> None:
-        """Bind a policy to a capacity, if it evicts.
-
-        Raises:
-            ValueError: the policy can't work with this capacity.
-        """
-        self.unbound, self.policy, self.capacity, self.device = policy, policy, _CAPACITY_OF_DENSE, device
-        if policy.evicts and capacity is not None:
-            self.policy, self.capacity = policy.bind(capacity), capacity
-
-    def random_view(self, seed: int = 0) -> CacheView:
-        """Return a full cache with random tokens of a stream 2.5 times as long, in random slots."""
-        draw, tokens = torch.Generator().manual_seed(seed), self.capacity
-        newest = tokens + tokens * 3 // 2
-        kept = torch.stack([torch.randperm(newest, generator=draw)[:tokens].sort().values for _ in range(_STREAMS * _HEADS)])
-        return _view(self.policy, torch.cat([kept, torch.full_like(kept[:, :1], newest)], 1), self.device, draw)
-
-    def views_over_steps(self) -> Iterator[CacheView]:
-        """Yield full caches of the tokens that the policy keeps, from the first eviction on; none if it never evicts.
-
-        K, V and statistics are drawn anew for every step.
-        """
-        draw, steps = torch.Generator().manual_seed(0), max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
-        kept = torch.arange(self.capacity + 1).expand(_STREAMS * _HEADS, -1)
-        for newest in range(self.capacity, self.capacity + steps) if self.policy.evicts else ():
-            view = _view(self.policy, kept, self.device, draw)
-            yield copy.deepcopy(view)
-            importance = self.policy.importance(view).take_along_dim(view.rank.argsort(-1), -1).flatten(0, 1).cpu()
-            victim = (importance == importance.amin(-1, keepdim=True)).int().argmax(-1, keepdim=True)  # the oldest of the least
-            held = torch.ones_like(kept, dtype=torch.bool).scatter(-1, victim, False)
-            kept = torch.cat([kept[held].view(len(kept), -1), torch.full_like(victim, newest + 1)], 1)
+    draw = torch.Generator().manual_seed(seed)
+    newest = capacity + capacity * 3 // 2
+    kept = torch.stack([torch.randperm(newest, generator=draw)[:capacity].sort().values for _ in range(_STREAMS * _HEADS)])
+    return _view(policy, torch.cat([kept, torch.full_like(kept[:, :1], newest)], 1), newest, device, draw)
 
 
-def _view(policy: Policy, kept: Tensor, device: torch.device, draw: torch.Generator) -> CacheView:
-    """Return a cache that holds the positions `kept`, oldest first, with statistics after three steps. kept: [B * H, S] int64."""
-    shape = (_STREAMS, _HEADS, kept.shape[1])
-    rank = torch.stack([torch.randperm(kept.shape[1], generator=draw) for _ in kept])
-    position = kept.take_along_dim(rank, 1).view(shape).to(device)
-    keys, values = (torch.randn(*shape, _DIM, generator=draw).to(device) for _ in range(2))
-    step = torch.full((_STREAMS, 1, 1), int(kept[0, -1]), device=device)
+def first_full_view(policy: Policy, capacity: int, device: torch.device) -> CacheView:
+    """A cache that has just become full, so it holds every token so far."""
+    kept = torch.arange(capacity + 1).expand(_STREAMS * _HEADS, -1)
+    return _view(policy, kept, capacity, device, torch.Generator().manual_seed(0))
+
+
+def later(view: CacheView, tokens: int) -> CacheView:
+    """Return a copy of the view whose positions and step are shifted by `tokens`."""
+    moved = copy.copy(view)
+    moved.position, moved.step = view.position + tokens, view.step + tokens
+    return moved
+
+
+def _view(policy: Policy, kept: Tensor, newest: int, device: torch.device, draw: torch.Generator) -> CacheView:
+    """A cache that holds the positions `kept`, oldest first. [B * H, S] int64."""
+    slots = kept.shape[1]
+    rank = torch.stack([torch.randperm(slots, generator=draw) for _ in kept])
+    position = kept.take_along_dim(rank, 1)
+    dim = _DIM_OF_LARGE if slots > _LARGE_SLOTS else _DIM
+    keys, values = (torch.randn(_STREAMS, _HEADS, slots, dim, generator=draw).to(device) for _ in range(2))
+    rank, position = (x.view(_STREAMS, _HEADS, slots).to(device) for x in (rank, position))
+    step = torch.full((_STREAMS, 1, 1), newest, device=device)
     layer, head = torch.tensor([[[1]], [[3]]], device=device), torch.arange(_HEADS, device=device)[:, None]
-    view = CacheView(rank.view(shape).to(device), position, step, keys, values, {}, layer, head, torch.zeros_like(step), 4, 7)
+    view = CacheView(rank, position, step, keys, values, {}, layer, head, torch.zeros_like(step), 4, 7)
     view.states = {s: first_state(s, view) for s in policy.statistics}
     for _ in range(3):
         view.states = updated(view, attention(view, draw))
@@ -79,10 +60,9 @@ def _view(policy: Policy, kept: Tensor, device: torch.device, draw: torch.Genera
 
 
 def first_state(statistic: Statistic, view: CacheView) -> Tensor:
-    """Return a statistic of the tokens in a view before any attention. [B, H, S, *k] float32, or [B, H, *k] float64."""
-    output = torch.linspace(-1, 1, _DIM, device=view.keys.device).expand(_HEADS, _GROUP, 4, _DIM)
-    tokens = Written(view.keys, view.values, view.position, view.position % 64, view.rotate, output)
-    written, shape = statistic.written(tokens), statistic.shape(HeadSizes(_GROUP, _DIM, _DIM))
+    """A statistic of the tokens in a view before any attention. [B, H, S, *k] float32, or [B, H, *k] float64."""
+    dim, written = view.keys.shape[-1], statistic.written(_written(view))
+    shape = statistic.shape(HeadSizes(_GROUP, dim, dim))
     if statistic.per == "slot":
         state = torch.full((*view.rank.shape, *shape), statistic.initial, device=view.rank.device)
         return state if written is None else state.copy_(written)
@@ -90,23 +70,79 @@ def first_state(statistic: Statistic, view: CacheView) -> Tensor:
     return state if written is None else state + written.double().sum(2)
 
 
+def _written(view: CacheView) -> Written:
+    """The tokens of a view, as they were when they were written."""
+    heads, dim = view.keys.shape[1], view.keys.shape[-1]
+    output = torch.linspace(-1, 1, dim, device=view.keys.device).expand(heads, _GROUP, 4, dim)
+    return Written(view.keys, view.values, view.position, view.position % 64, view.rotate, output)
+
+
 def attention(view: CacheView, draw: torch.Generator) -> Attention:
-    """Return a step with random queries."""
+    """A step with random queries."""
     group = (*view.rank.shape[:2], _GROUP)
     logits = torch.rand(*group, view.rank.shape[2], generator=draw).to(view.rank.device)
-    queries, outputs = (torch.randn(*group, _DIM, generator=draw).to(view.keys) for _ in range(2))
+    queries, outputs = (torch.randn(*group, x.shape[-1], generator=draw).to(view.keys) for x in (view.keys, view.values))
     return Attention(weights=logits.softmax(-1), logits=logits, queries=queries, outputs=outputs)
 
 
 def updated(view: CacheView, step: Attention) -> dict[Statistic, Tensor]:
-    """Return the view's statistics after a step."""
+    """The view's statistics after a step."""
     return {s: s.update(x, step, view) if s.sees else x for s, x in view.states.items()}
 
 
-def combined(view: CacheView, other: CacheView, combine: Callable[[Tensor, Tensor], Tensor], of_heads: bool = False) -> CacheView:
-    """Return `other` with the combination of both views in every tensor that has a slot axis, and in heads' states if asked."""
+def cache_over_steps(policy: Policy, capacity: int, steps: int, device: torch.device) -> Iterator[CacheView]:
+    """Full caches that result from a bound policy's own choices, for `steps` new tokens from the first eviction on.
+
+    The views are copies, which the policy may change.
+    """
+    draw, view = torch.Generator().manual_seed(0), first_full_view(policy, capacity, device)
+    for _ in range(steps):
+        yield copy.deepcopy(view)
+        importance = policy.importance(copy.deepcopy(view))
+        lowest = importance == importance.amin(-1, keepdim=True)
+        victim = view.rank.masked_fill(~lowest, capacity + 1).argmin(-1, keepdim=True)
+        view = _replaced(view, victim, capacity, draw)
+        view.states = updated(view, attention(view, draw))
+
+
+def _replaced(view: CacheView, victim: Tensor, capacity: int, draw: torch.Generator) -> CacheView:
+    """The view with the next token in its victim's slot. victim: [B, H, 1] int64."""
+    new, freed = copy.copy(view), torch.zeros_like(view.rank, dtype=torch.bool).scatter(-1, victim, True)
+    younger = view.rank > view.rank.take_along_dim(victim, -1)
+    new.rank = (view.rank - younger.long()).masked_fill(freed, capacity)
+    new.step, new.states = view.step + 1, {}
+    new.position = torch.where(freed, new.step, view.position)
+    token = torch.randn(2, *view.keys.shape[:2], 1, view.keys.shape[-1], generator=draw).to(view.keys)
+    new.keys, new.values = (torch.where(freed[..., None], x, old) for x, old in zip(token, (view.keys, view.values), strict=True))
+    for statistic, state in view.states.items():
+        if statistic.per == "slot":
+            first = first_state(statistic, new)
+            new.states[statistic] = torch.where(freed.view(*freed.shape, *[1] * (state.dim() - 3)), first, state)
+        else:
+            new.states[statistic] = state + first_state(statistic, new) - first_state(statistic, view)
+    return new
+
+
+def mapped(view: CacheView, change: Callable[[Tensor], Tensor]) -> CacheView:
+    """The view with `change` applied to every tensor that has a slot axis."""
+    new = copy.copy(view)
+    for name in ("rank", "position", "keys", "values"):
+        setattr(new, name, change(getattr(view, name)))
+    new.states = {s: change(x) if s.per == "slot" else x for s, x in view.states.items()}
+    return new
+
+
+def mixed(view: CacheView, other: CacheView, keep: tuple[slice, ...]) -> CacheView:
+    """`other`, with the part `keep` of every tensor taken from `view`."""
+
+    def part(mine: Tensor, theirs: Tensor) -> Tensor:
+        out = theirs.clone()
+        out[keep] = mine[keep]
+        return out
+
     new = copy.copy(other)
     for name in ("rank", "position", "keys", "values"):
-        setattr(new, name, combine(getattr(view, name), getattr(other, name)))
-    new.states = {s: combine(view.states[s], x) if s.per == "slot" or of_heads else x for s, x in other.states.items()}
+        setattr(new, name, part(getattr(view, name), getattr(other, name)))
+    of_whole_heads = len(keep) < 3
+    new.states = {s: part(view.states[s], x) if s.per == "slot" or of_whole_heads else x for s, x in other.states.items()}
     return new

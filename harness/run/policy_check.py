@@ -22,8 +22,7 @@ from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.rules.rules import RULES, Rule, RuleResult, checked
-from kvbench.harness.rules.views import Case
+from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Rule, RuleResult, case, cheap_findings, tried
 from kvbench.harness.suite import policy_with, yaml_value
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -58,7 +57,7 @@ def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = (
         raise UserError(f"{name} is a cache, not a policy, and the rules are for policies: measure it beside dense")
     bound, refusals = _cases(policy, capacities or DEFAULT_CAPACITIES)
     by_case = [(on, _findings(on)) for on in bound]
-    findings = [_merged(rule, by_case, policy.evicts) for rule, _ in (*RULES, *_IN_THE_LOOP) if by_case]
+    findings = [_merged(rule, by_case, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if by_case]
     ok = bool(by_case) and all(f.ok for f in (*findings, *refusals))
     return CheckedPolicy([*refusals, *findings], _reading(bound[-1]) if ok else "")
 
@@ -75,12 +74,12 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
 def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[RuleResult]]:
     """The policy bound to each capacity that it accepts, and a finding about the others."""
     if not policy.evicts:
-        return [Case(policy, None)], []
+        return [case(policy, None)], []
     bound: list[Case] = []
     refused: dict[int, str] = {}
     for capacity in sorted(set(capacities)):
         try:
-            bound.append(Case(policy, capacity))
+            bound.append(case(policy, capacity))
         except ValueError as error:
             refused[capacity] = str(error)
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
@@ -95,9 +94,11 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
 
 def _findings(on: Case) -> list[RuleResult]:
     """Check every rule at one capacity."""
-    if why_not := _no_table(on):
-        return checked(RULES, on) + [RuleResult(name, note=f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
-    return checked((*RULES, *_IN_THE_LOOP), on)
+    cheap = cheap_findings(on)
+    why_not = "see above" if not all(f.ok for f in cheap[: len(FOUNDATIONS)]) else _no_table(on)
+    if why_not:
+        return cheap + [RuleResult(name, note=f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
+    return cheap + tried(_IN_THE_LOOP, on, cheap)
 
 
 def _no_table(on: Case) -> str:
