@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -124,6 +125,20 @@ def test_nothing_else_is_replaced_and_nothing_measured_before_that_is_said(there
         made(folder, tmp_path / "at-the-end")
 
 
+def test_an_error_half_way_leaves_the_old_baseline(folder, tmp_path, monkeypatch):
+    before, plain = contents(folder), os.replace
+
+    def dies(source, target):
+        if str(source).endswith(".published"):
+            raise KeyboardInterrupt
+        plain(source, target)
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        made(folder, tmp_path / "again", 3.0)
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize("name", [name for name, t in TAMPERED.items() if t.side == "baseline"])
 def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
     shutil.move(folder, folder.with_name("published"))
@@ -196,6 +211,7 @@ BAND = {"ratio": 1.0, "low": 0.9, "high": 1.1, "runs": 8}
         {"options": {"charm": 1}},
         {"options": {"threads": "many"}},
         {"bands": {"a": BAND | {"ratio": float("nan")}}},
+        {"bands": {"a": BAND | {"low": 2.0}}},
         {"bands": {"a": BAND | {"high": float("inf")}}},
         {"bands": {"a": 3}},
         {"bands": [1]},

@@ -194,6 +194,8 @@ def memory(**metrics):
         ({"peak_bytes": 270_000, "kv_held_bytes": 280_000}, "trace", "regression"),  # less than K and V at the end
         ({"peak_bytes": 700_000}, "memory", "ok"),
         ({"growth_bytes": 0}, "memory", "ok"),
+        ({"flags": ["its peak rose by 9 bytes"]}, "flags", "regression"),
+        ({"flags": ["unsettled: medians"]}, "flags", "ok"),
         ({"how": "psutil"}, "memory", "not compared"),
     ],
 )
@@ -201,6 +203,39 @@ def test_memory_is_held(metrics, check, state):
     """Pages and allocators vary by some hundred KiB. A leak is larger."""
     findings = gate.check(([memory()], Path()), ([memory(**metrics)], Path()), {})
     assert [f.state for f in findings if f.check == check] == [state]
+
+
+@pytest.mark.parametrize(
+    ("flag", "state"),
+    [("its peak rose by 12 bytes", "ok"), ("cliff at token 256", "regression")],
+    ids=["the same with another number", "of another kind"],
+)
+def test_a_flag_beside_one_that_the_baseline_has(flag, state):
+    before = memory(flags=["its peak rose by 9 bytes"])
+    findings = gate.check(([before], Path()), ([memory(flags=["its peak rose by 9 bytes", flag])], Path()), {})
+    assert [f.state for f in findings if f.check == "flags"] == [state]
+
+
+def test_a_fifth_of_the_peak_is_too_good():
+    base, fifth = memory(peak_bytes=2_500_000), memory(peak_bytes=500_000)
+    assert [f.state for f in gate.check(([base], Path()), ([fifth], Path()), {}) if f.check == "memory"] == ["better"]
+
+
+def test_times_and_bytes_of_another_kind_are_no_crash():
+    for base, name in ((memory(), "peak_bytes"), (latency_run(1.5)[0], "rounds_ms"), (latency_run(1.5)[0], "forward_ms")):
+        for wrong in (None, "x", [], [None], {}, ["x"] * 6):
+            now = changed(base, metrics={name: wrong})
+            assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), learn_bands([[base]]))) != Exit.OK, (name, wrong)
+
+
+@pytest.mark.parametrize(("factor", "state"), [(4.0, "regression"), (2.0, "ok"), (0.5, "ok"), (0.25, "better")])
+@pytest.mark.parametrize("machine", [1.0, 3.0])
+def test_the_first_token_is_held_coarsely_and_beside_the_machine(factor, state, machine):
+    base = latency_run(1.5)[0]
+    times = {"first_token_ms": factor * machine * base.metrics.first_token_ms}
+    now = changed(base, metrics=times | {"forward_ms": [machine * ms for ms in base.metrics.forward_ms]})
+    findings = gate.check(([base], Path()), ([now], Path()), learn_bands([[base]]))
+    assert [f.state for f in findings if f.check == "prompt"] == [state]
 
 
 @pytest.mark.parametrize(

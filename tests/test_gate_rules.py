@@ -106,7 +106,7 @@ def model_in(annotation):
 
 
 def test_every_field_says_how_it_is_held():
-    checks = {"figures", "answers", "bytes", "data", "method", *CHECKS}
+    checks = {"figures", "answers", "bytes", "data", "method", "flags", *CHECKS}
     for task in plugins.working_tasks().values():
         for part, model in (("metrics", task.metrics), ("data", task.data_facts), ("facts", Facts)):
             for name, rule in rules(model):

@@ -58,7 +58,7 @@ class Metrics(Document):
     tokens_read: Annotated[Positive | None, near()] = Field(
         None, description="tokens of the text that were read, where reading may stop before its end"
     )
-    flags: Annotated[list[str], Unchecked("they follow from figures that are checked, or from how busy the machine was")] = Field(
+    flags: Annotated[list[str], Elsewhere("flags")] = Field(
         default_factory=list, description="problems that the task found with its own figures"
     )
 
@@ -288,7 +288,7 @@ class StepMetrics(Metrics):
     calibration_ms: Annotated[list[Amount] | None, Unchecked("forward_ms took its place")] = Field(
         None, description="of older records: milliseconds of the calibration step in each round"
     )
-    first_token_ms: Annotated[Amount, TIME] = Field(
+    first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(
         description="from the prompt to the answer's first token (TTFT), eviction included"
     )
     tokens_per_second: Annotated[Amount | None, TIME] = Field(None, description="tokens per second of all streams together")

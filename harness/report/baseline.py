@@ -77,7 +77,9 @@ def parse(path: Path) -> Baseline:
     try:
         return Baseline.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError:
-        raise UserError(f"{path.parent}: {FILE} is missing, so this is no baseline") from None
+        raise UserError(
+            f"{path.parent}: no baseline ({FILE} is missing); 'bench baseline update' makes one in a new or empty folder"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part)[:40] for part in first["loc"])
@@ -102,7 +104,7 @@ def load(folder: Path) -> tuple[Baseline, list[Record]]:
 
 
 def store(folder: Path, baseline: Baseline, source: Path) -> None:
-    """Write a baseline to a folder, in place of an old one.
+    """Write a baseline to a folder, in place of an old one, which survives an error.
 
     Args:
         folder: where to put it.
@@ -118,9 +120,16 @@ def store(folder: Path, baseline: Baseline, source: Path) -> None:
     publish(source, written, arrays=True)
     (written / FILE).write_text(_HEAD + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)
+    old = source.with_name(f"{source.name}.old")
     if target.exists():
-        shutil.rmtree(target)
-    os.replace(written, target)
+        os.replace(target, old)
+    try:
+        os.replace(written, target)
+    except BaseException:
+        if old.exists():
+            os.replace(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def replaceable(folder: Path) -> Path:

@@ -29,7 +29,7 @@ class Finding:
     Attributes:
         cell: description of the cell.
         cell_id: its id.
-        check: status, data, method, trace, exactness, figures, answers, bytes, quality, latency, speed or memory.
+        check: status, data, method, trace, exactness, figures, answers, bytes, flags, quality, latency, prompt, speed or memory.
         state: "better" fails the gate unless that is allowed; "could not compare" fails it; "not compared" doesn't, because
             the check does not apply on this machine.
         says: the figures, or the reason.

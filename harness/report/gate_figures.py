@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _MAX_SHOWN = 3  # differences in one finding
 _BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks
 _MODEL_INDEPENDENT = ("stream", "question", "gold", "target", "weight")  # fields of an answer
 _SLOW_METHODS = ("walk", "plain", "eager")  # in `method` and `step`
+_BUSY_FLAG_PREFIX = "unsettled"
+_NUMBER = re.compile(r"\d[\d.,]*")
 _TIMING_REFUSALS = ("a step takes", "a block takes")  # such a refusal depends on how busy the machine was
 _STATES: dict[Verdict, State] = {"worse": "regression", "better": "better", "same": "ok", "can't tell": "ok"}
 
@@ -148,7 +151,7 @@ def _consistent(pair: Pair) -> Iterator[Result]:
     """Check that the figures of both records follow from their traces, computed by the current code."""
     whose = ("the baseline's record", "the new record")
     for name, record, trace, folder in zip(whose, (pair.base, pair.now), pair.traces, pair.folders, strict=True):
-        needs_trace = pair.base.trace is not None
+        needs_trace = pair.base.trace is not None or record.trace is not None
         wrong = problems(record, trace.folder if trace else folder) if needs_trace else [*record.metrics.impossible()]
         if wrong is None:
             yield "trace", "could not compare", f"the trace of {name} is missing"
@@ -238,6 +241,16 @@ def _method(pair: Pair) -> Iterator[Result]:
         yield "method", "ok", ", ".join(name for name in (now.method, now.step) if name is not None)
 
 
+def _flags(pair: Pair) -> Iterator[Result]:
+    """Check that the task raises no flag of a kind that the baseline's record lacks. The numbers in a flag may differ."""
+    if "flags" not in pair.base.metrics.as_json():
+        return
+    before, now = ([f for f in r.metrics.flags if not f.startswith(_BUSY_FLAG_PREFIX)] for r in (pair.base, pair.now))
+    known = {_NUMBER.sub("", flag) for flag in before}
+    added = [flag for flag in now if _NUMBER.sub("", flag) not in known]
+    yield "flags", "regression" if added else "ok", _first(added or now) or "none"
+
+
 def _quality(pair: Pair) -> Iterator[Result]:
     """Judge paired mean differences by their intervals, as `bench compare` does; without an interval, by the margin."""
     for difference in differences(pair.base, pair.now):
@@ -260,4 +273,4 @@ def _first(items: Sequence[str]) -> str:
     return "; ".join(items[:_MAX_SHOWN]) + more
 
 
-CHECKS = (_method, _consistent, _exactness, _by_rule, _answers, _quality)  # in the order of findings
+CHECKS = (_method, _consistent, _exactness, _by_rule, _answers, _flags, _quality)  # in the order of findings

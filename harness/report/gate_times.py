@@ -1,18 +1,19 @@
 """The gate's checks of what a busy machine can disturb: step times, speed of evaluation, peak memory.
 
-Times are compared as ratios: a policy's step to dense's, dense's step to the model's own forward pass, the speed of an evaluation
-to the calibration step of the same run. A step's ratio must lie in the noise band that a baseline learnt from several runs. What
-looks worse or better is measured again, and the majority of three decides. Better is no pass: a clock that misses half of the
-work looks like it, too.
+Times are compared as ratios: a policy's step to dense's, dense's step and the first token to the model's own forward pass, the
+speed of an evaluation to the calibration step of the same run. A step's ratio must lie in the noise band that a baseline learnt
+from several runs. What looks worse or better is measured again, and the majority of three decides. Better is no pass: a clock
+that misses half of the work looks like it, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
@@ -20,13 +21,15 @@ from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.gate_figures import Pair, Result, State
 from kvbench.harness.report.task_report import task_of
 
-CHECKS = ("latency", "speed", "memory")
+CHECKS = ("latency", "prompt", "speed", "memory")
 # Half-widths of bands are in log ratio.
 _HALF_WIDTH_SDS = 4
 _MIN_HALF_WIDTH = 0.10  # a machine's speed varies from day to day
 _MIN_HALF_WIDTH_DENSE = 0.40  # its yardstick runs other code; a regression must still show at twice the time
 _HALF_WIDTH_OF_ONE_RUN = 0.30  # one run has no spread
+# Largest allowed ratios of a time to the baseline's, each divided by its yardstick.
 MAX_EVALUATION_SLOWDOWN = 4.0
+MAX_PROMPT_SLOWDOWN = 3.0
 # Other work takes the processor away for moments whose length has nothing to do with that of an evaluation. So a second is
 # allowed beside the ratio: unchanged cells of less than a second took up to 4.1 times as long on a busy machine.
 INTERRUPTION_SECONDS = 1.0
@@ -54,6 +57,12 @@ class Band(BaseModel):
     low: float = Field(gt=0, allow_inf_nan=False)
     high: float = Field(gt=0, allow_inf_nan=False)
     runs: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.low <= self.ratio <= self.high:
+            raise ValueError(f"a band of {self.ratio:g} from {self.low:g} to {self.high:g}")
+        return self
 
 
 def learn_bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
@@ -100,6 +109,7 @@ def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
     base, now = pair.base.measured(PeakMetrics), pair.now.measured(PeakMetrics)
     if pair.base.measured(StepMetrics):
         yield _latency(pair, bands.get(pair.base.cell_id))
+        yield from _prompt(pair)
     if task_of(pair.base).measures == "quality":
         yield _evaluation(pair)
     if base is not None and now is not None:
@@ -123,6 +133,19 @@ def _state(value: float, low: float, high: float) -> State:
     return "regression" if value > high else "better" if value < low else "ok"
 
 
+def _prompt(pair: Pair) -> Iterator[Result]:
+    """Compare the time to the first token, in forward passes over a token."""
+    base, now = (_first_token_passes(record) for record in (pair.base, pair.now))
+    if base and now and not pair.setup_changes:
+        yield _slower("prompt", now / base, (1 / MAX_PROMPT_SLOWDOWN, MAX_PROMPT_SLOWDOWN), "forward passes")
+
+
+def _first_token_passes(record: Record) -> float | None:
+    """Return the time to the first token, in forward passes over a token; None if a record lacks either."""
+    times = record.measured(StepMetrics)
+    return times.first_token_ms / float(np.median(times.forward_ms)) if times and times.forward_ms else None
+
+
 def _evaluation(pair: Pair) -> Result:
     """Compare the speed of an evaluation; of a short one, seconds are allowed beside the ratio."""
     base, now = _tokens_per_calibration(pair.base, pair.base_run), _tokens_per_calibration(pair.now, pair.run)
@@ -134,8 +157,7 @@ def _evaluation(pair: Pair) -> Result:
     expected_seconds = seconds / slowdown  # the baseline's, at the speed that the machine has now
     slowest = MAX_EVALUATION_SLOWDOWN + INTERRUPTION_SECONDS / expected_seconds
     fastest = 1 / (MAX_EVALUATION_SLOWDOWN + INTERRUPTION_SECONDS / seconds)
-    says = f"takes {slowdown:.2g} times as many calibration steps as the baseline (allowed: {fastest:.2g} to {slowest:.2g})"
-    return "speed", _state(slowdown, fastest, slowest), says
+    return _slower("speed", slowdown, (fastest, slowest), "calibration steps")
 
 
 def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | None:
@@ -144,6 +166,12 @@ def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | No
     speed = record.facts.tokens_per_second
     steps = [r.facts.calibration_ms for r in comparable if r.facts.calibration_ms]
     return float(speed * np.median(steps) / 1e3) if speed and steps else None
+
+
+def _slower(check: str, slowdown: float, allowed: tuple[float, float], unit: str) -> Result:
+    low, high = allowed
+    says = f"takes {slowdown:.2g} times as many {unit} as the baseline (allowed: {low:.2g} to {high:.2g})"
+    return check, _state(slowdown, low, high), says
 
 
 def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:
