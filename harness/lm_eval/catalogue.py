@@ -50,15 +50,16 @@ def register() -> None:
 
 
 def keep_requests_apart(options: Mapping[str, Any]) -> None:
-    """Give the requests that `--cache_requests` keeps a folder of their own for all other options and the content of `--config`.
+    """Give the requests that `--cache_requests` keeps a folder of their own for all other options and the files that these name.
 
     lm-eval's names of these files leave out generation settings, `--metadata` and the model.
     """
     from lm_eval.caching import cache
 
     parts = [f"{name}={value}" for name, value in sorted(options.items()) if name not in ("cache_requests", "func")]
-    if (config := Path(options.get("config") or "")).is_file():
-        parts.append(hashlib.sha256(config.read_bytes()).hexdigest())
+    values = [value for option in options.values() for value in (option.values() if isinstance(option, dict) else [option])]
+    files = [value for value in values if isinstance(value, str) and os.path.isfile(value)]
+    parts += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
     cache.PATH = str(Path(cache.PATH) / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16])
 
 
