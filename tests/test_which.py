@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import bench
-from test_closing import measured
+from factories import edit
+from test_closing import answered, measured
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
@@ -68,7 +69,7 @@ def test_the_first_cells_take_half_of_the_time_and_have_an_interval(tmp_path):
     core = sum(row.seconds for row in Scripted(5e-3).estimates(medium[0][:4]))
     assert 0.45 * 600 < core <= 300
     assert 1 <= text_streams(slow[0]) < MIN_BLOCKS
-    assert any("an interval needs 20" in note for note in slow[1])
+    assert any("An interval needs 20" in note for note in slow[1])
     assert {c.task.name for c in slow[0]} == {"perplexity"}
     assert {c.task.name for c in fast[0]} == {"perplexity", "lm_eval"}
     assert {c.capacity for c in fast[0] if c.policy.evicts} == {96}
@@ -92,6 +93,30 @@ def test_it_ends_in_time_on_a_slow_machine_and_measures_more_on_a_fast_one(cells
     assert (len(done) < len(plain)) == (slowdown > 1)
     assert done == cells[: len(done)]
     assert bool(deadline.notes) == (len(done) < len(cells))
+
+
+def test_the_most_telling_cells_come_first(cells):
+    assert {cell.name for cell in cells[:4]} == {"dense", "sink_window", "random", "h2o"}
+    assert cells[0].name == "dense"
+    assert {(cell.task.name, cell.evict, cell.task.prompt) for cell in cells[:4]} == {("perplexity", 1, None)}
+
+
+def test_no_policy_is_measured_where_dense_did_not_fit(cells):
+    """Loading counts for the first cell, dense's: a later one alone would fit, but has nothing to be compared with."""
+    seconds = Scripted(0.02).estimates(cells[:1])[0].seconds
+    done, deadline = run(cells, Scripted(0.02, load_seconds=seconds), 1.5 * seconds)
+    assert not [cell for cell in done if cell.task.name == "perplexity" and cell.task.prompt is None]
+    assert deadline.notes
+
+
+@pytest.mark.parametrize(("accuracy", "expected"), [(0.49, False), (0.5, True), (None, True)])
+def test_questions_that_dense_can_not_answer_are_left_out(cells, accuracy, expected):
+    asked = next(cell for cell in cells if cell.name != "dense")
+    dense = next(cell for cell in cells if cell.task == asked.task and cell.name == "dense")
+    record = SimpleNamespace(measured=lambda metrics: SimpleNamespace(accuracy=accuracy))
+    deadline = Deadline(cells, 600.0, Scripted(1e-9), lambda: 0.0)
+    assert deadline.wants([asked], {dense.id: record}) == expected
+    assert any("dense answers less than 50 % of their questions right" in note for note in deadline.notes) != expected
 
 
 def test_without_time_nothing_is_measured_and_there_is_an_answer(tmp_path, capsys, monkeypatch):
@@ -140,6 +165,24 @@ def test_a_policy_that_leads_everywhere_is_the_answer():
     sentence, (finding,) = best_policy(text, "m", 8)
     assert sentence == "m, 8 tokens: choose h2o: no policy has better quality (95 % confidence)."
     assert finding.startswith("text: h2o is the best of 2 policies (95 % confidence). It has a perplexity 11 % [")
+
+
+def test_where_none_leads_everywhere_each_has_its_own():
+    text = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 3.0)]
+    asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", "10" * 100)]
+    questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
+    assert best_policy([*text, *questions], "m", 8)[0] == (
+        "m, 8 tokens: no policy leads everywhere. Leaders (95 % confidence): text: h2o; StreamEval, seen: window."
+    )
+
+
+def test_policies_that_can_not_be_told_apart_are_named_with_the_random_choice_among_them():
+    tied = [measured(name, 2.0) for name in ("h2o", "snapkv", "random", "window")]
+    sentence, _ = best_policy([measured("dense", 1.9, None), *tied], "m", 8)
+    assert sentence == (
+        "m, 8 tokens: choose h2o. h2o and 3 others, a random choice among them, can't be told apart, and no policy has "
+        "better quality (95 % confidence)."
+    )
 
 
 def test_what_can_not_be_answered_is_refused():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,17 @@ _SUITE_OPTIONS: list[Callable[[Any], Any]] = [
 
 def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of every command that measures: `data`, `device`, `dtype` and `threads`."""
-    return reduce(lambda decorated, option: option(decorated), reversed(_MACHINE_OPTIONS), command)
+    for option in reversed(_MACHINE_OPTIONS):
+        command = option(command)
+    return command
 
 
 def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that `bench run` and `bench baseline update` share."""
-    return reduce(lambda decorated, option: option(decorated), reversed(_SUITE_OPTIONS), machine_options(command))
+    command = machine_options(command)
+    for option in reversed(_SUITE_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.command()

@@ -71,7 +71,7 @@ def which(
     estimator = Estimator(device_of(machine["device"]), math.inf, until - 60 * minutes * (1 - TRIAL_SHARE))
     options = {"budget": budget, "minutes": minutes, "device": machine["device"], "dtype": dtype, "data": data}
     made_by = f"# Made by: bench which {model}{''.join(f' --{name} {value}' for name, value in options.items() if value)}\n"
-    if fresh or not suite.is_file() or not suite.read_text(encoding="utf-8").startswith(made_by):
+    if fresh or not suite.is_file() or not suite.read_text(encoding="utf-8", errors="replace").startswith(made_by):
         click.echo(f"trying policies on {model}, to choose what fits into {minutes:g} min", err=True)
         content, notes = suite_for(
             ModelSpec(id=model, dtype=dtype or "float32"), budget, data, estimator, until - time.monotonic()

@@ -167,7 +167,7 @@ def known_task(name: str) -> type[Any] | None:
 def _installed_task(name: str, path: tuple[str, ...]) -> type[Any] | None:  # noqa: ARG001 - decides what is installed
     """A built-in or installed task; None if there is none. `path` is `sys.path`: the cache is void when that changes."""
     with contextlib.suppress(UserError):
-        return None if name.endswith(".py") else _find(_TASK, name)
+        return _find(_TASK, name) if name in task_names() else None
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.feed import answers
-from kvbench.harness.report.feed.question import questions
+from kvbench.harness.report.feed.question import CONTROL, questions
 from kvbench.harness.report.feed.words import evicting
 
 _MAX_NAMES = 3  # in a sentence
@@ -44,11 +44,18 @@ def _head(question: dict[str, Any]) -> str:
 def _sentence(leaders: dict[str, list[str]]) -> str:
     """Name the policies that lead everywhere, or each question's leaders: those that none beats at 95 % confidence."""
     everywhere = [name for name in next(iter(leaders.values())) if all(name in names for names in leaders.values())]
+    if len(everywhere) == 1:
+        return f"choose {everywhere[0]}: no policy has better quality (95 % confidence)."
     if everywhere:
-        return f"choose {_names(everywhere)}: no policy has better quality (95 % confidence)."
-    parts = [f"{head}: {_names(sorted(names))}" for head, names in leaders.items()]
+        tied = _names(everywhere, "and")
+        return f"choose {everywhere[0]}. {tied} can't be told apart, and no policy has better quality (95 % confidence)."
+    parts = [f"{head}: {_names(sorted(names), 'or')}" for head, names in leaders.items()]
     return f"no policy leads everywhere. Leaders (95 % confidence): {'; '.join(parts)}."
 
 
-def _names(names: Sequence[str]) -> str:
-    return " or ".join(names if len(names) <= _MAX_NAMES else [names[0], f"{len(names) - 1} others"])
+def _names(names: Sequence[str], conjunction: str) -> str:
+    """Join names; say if the random control is among those that are left out."""
+    if len(names) <= _MAX_NAMES:
+        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {conjunction} {names[-1]}"
+    drawn = ", a random choice among them," if any(name.startswith(CONTROL) for name in names[1:]) else ""
+    return f"{names[0]} {conjunction} {len(names) - 1} others{drawn}"

@@ -21,6 +21,9 @@ from kvbench.harness.report.verify import ITEM_BYTES
 _CLIFF_NATS = math.log(2)  # twice the perplexity
 _MIN_CLIFF_BLOCKS = 4
 FLOOR = 0.5  # share of right answers below which dense says nothing about policies
+_MOST_HELD = 0.9  # share of dense's bytes above which too few tokens were evicted to change every figure
+_GRADED = 10  # questions with a score other than 0 and 1, which chance makes equal to dense's once in a while, but not all
+_ANSWERS, _OF_EACH_KIND = 60, 10  # questions; those among them that dense answers right, and those that it answers wrong
 
 Floats = NDArray[np.float64]
 
@@ -128,11 +131,6 @@ def _flagged(record: Record, of_model: Sequence[str], dense: Record | None) -> R
     doubts = [*dict.fromkeys(of_model), *(() if dense is None else _too_hard(dense)), *_eviction_flags(record, dense)]
     flags = [*record.metrics.flags, *doubts]
     return replace(record, metrics=record.metrics.model_copy(update={"flags": flags})) if doubts else record
-
-
-_MOST_HELD = 0.9  # share of dense's bytes above which too few tokens were evicted to change every figure
-_GRADED = 10  # questions with a score other than 0 and 1, which chance makes equal to dense's once in a while, but not all
-_ANSWERS, _OF_EACH_KIND = 60, 10  # questions; those among them that dense answers right, and those that it answers wrong
 
 
 def _eviction_flags(record: Record, dense: Record | None) -> Iterator[str]:

@@ -103,8 +103,7 @@ def _suite(
 def _line(question: dict[str, Any], site: str) -> str:
     """A question with the link to its page, the sentence of its middle budget, and the best policies with what they lose."""
     budget = _middle(question)
-    losses = ["" if row["loss"] is None else f" {loss_text(row['loss'])}" for row in budget["rows"]]
-    named = [f"{_rank(row)} {row['name']}{lost}" for row, lost in zip(budget["rows"], losses, strict=True)][:_MOST_NAMES]
+    named = [f"{_rank(row)} {row['name']}{_lost(row)}" for row in budget["rows"][:_MOST_NAMES]]
     best = f" Best: {md('; '.join(named))}." if len(budget["rows"]) > 1 else ""
     link = f"[{md(question['model'])}, {md(question['subject'])}]({site}#q={question['id']})"
     return f"- {link}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
@@ -131,11 +130,7 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     lines = [
         [
             _rank(row),
-            md(
-                f"{row['name']} at {row['capacity']:,}"
-                if row["kind"] == "reference" and row["capacity"] is not None
-                else row["name"]
-            ),
+            md(_name(row)),
             "" if row["loss"] is None else loss_text(row["loss"]),
             _perplexity(row, budget),
             *(_right(row, task) for task in tasks),
@@ -146,6 +141,16 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         for row in rows
     ]
     return table(head, lines, "rl" + "r" * (len(head) - 2))
+
+
+def _name(row: dict[str, Any]) -> str:
+    """Return the name of a policy, with its capacity if that is not the budget's."""
+    elsewhere = row["kind"] == "reference" and row["capacity"] is not None
+    return f"{row['name']} at {row['capacity']:,}" if elsewhere else row["name"]
+
+
+def _lost(row: dict[str, Any]) -> str:
+    return "" if row["loss"] is None else f" {loss_text(row['loss'])}"
 
 
 def _rank(row: dict[str, Any]) -> str:

@@ -77,9 +77,7 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
         text(streams, prompt=max(budget + _LEAST_EVICTED // 2, 3 * length // 4), evict="prompt"),
     ]
     if streams < MIN_BLOCKS:
-        notes.append(
-            f"Only {streams} streams of {length:,} tokens can be read: an interval needs {MIN_BLOCKS}. No questions are asked."
-        )
+        notes.append(f"An interval needs {MIN_BLOCKS} streams of {length:,} tokens; there are {streams}. No questions are asked.")
     elif kinds := _questions(_LOOKUPS if model.id.startswith("builtin:") else _FACTS, least, trained, tokenizer):
         some = {"tasks": kinds, "question": ["seen", "unseen"], "limit": streams, "batch": 16}
         tasks.append({"name": "lm_eval"} | some | {"evict": "prompt"})
@@ -124,7 +122,7 @@ class Deadline:
         pace = (now - self._began) / self._planned if self._planned else 1.0
         reason = ""
         if answers is not None and answers.accuracy is not None and answers.accuracy < FLOOR:
-            reason = f"are left out: dense answers less than {FLOOR:.0%} of their questions right"
+            reason = f"are left out: dense answers less than {100 * FLOOR:.0f} % of their questions right"
         elif (reference is None and dense not in group) or now + pace * seconds > self._until:
             reason = "did not fit into the time; the same command measures them"
         if reason:

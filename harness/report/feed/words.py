@@ -176,7 +176,8 @@ def _price(row: dict[str, Any], measure: str) -> str:
     lost = _lost(row["loss_to_dense"] or row["loss"], measure)
     parts = [*_answered(row, measure), *lost]
     if (share := row["kv_share"]) is not None:
-        parts.append(f"holds {f'1/{1 / share:,.0f}' if share < 1 / 1.95 else f'{100 * share:.0f} %'} of dense's bytes")
+        held = f"1/{1 / share:,.0f}" if share < 1 / 1.95 else f"{100 * share:.0f} %"
+        parts.append(f"holds {held} of dense's bytes")
     if row["times_dense"] is not None:
         median, low, high = row["times_dense"]
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
