@@ -30,6 +30,7 @@ from kvbench.lab.pretrain.text import pieces
         (("probe", "builtin:sink_2", "--out", "t.json", "--dtype", "half"), "'half' is not one of"),
         (("which", "builtin:recall", "--budget", 96, "--minutes", "nan"), "nan: expected minutes, such as 30"),
         (("which", "builtin:recall", "--budget", 96, "--minutes", "inf"), "inf is not in the range"),
+        (("which", "builtin:recall", "--budget", "0.5"), "0.5: expected tokens that a KV head keeps"),
         (("pretrain", "vanilla", "--set", f"seed={10**20}"), "seed: Input should be less than"),
         (("pretrain", "vanilla", "--set", "training.learning_rate=.inf"), "Input should be a finite number"),
     ],

@@ -185,9 +185,12 @@ def test_policies_that_can_not_be_told_apart_are_named_with_the_random_choice_am
     )
 
 
-def test_what_can_not_be_answered_is_refused():
+def test_what_can_not_be_answered_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--budget 480: builtin:recall was trained on 528 tokens, .*; give at most 464"):
         suite_for(RECALL, 480, None, Scripted(1e-3), 600.0)
+    (tmp_path / "short.txt").write_text("A short text.\n" * 10)
+    with pytest.raises(UserError, match=r"leave out --data"):
+        suite_for(RECALL, 96, str(tmp_path), Scripted(1e-3), 600.0)
 
 
 def test_without_intervals_nothing_is_claimed():

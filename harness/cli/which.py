@@ -25,9 +25,21 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record
 
 
+def _tokens(context: click.Context, option: click.Parameter, value: str) -> int:  # noqa: ARG001 - click passes them
+    """Return a number of tokens, which may have separators: 1,024.
+
+    Raises:
+        click.BadParameter: it is a share, or no number of tokens.
+    """
+    text = value.replace(",", "").replace("_", "")
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise click.BadParameter(f"{value}: expected tokens that a KV head keeps, such as 1024, not a share or bytes")
+    return int(text)
+
+
 @click.command()
 @click.argument("model", type=FILLED)
-@click.option("--budget", type=click.IntRange(1), required=True, help="Tokens that a KV head keeps.")
+@click.option("--budget", callback=_tokens, metavar="TOKENS", required=True, help="Tokens that a KV head keeps.")
 @click.option(
     "--minutes", type=click.FloatRange(0.1, 1e6), default=30, show_default=True, help="Minutes that the command may take."
 )

@@ -47,7 +47,7 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
         data: directory of the text; built-in prose when None.
 
     Raises:
-        UserError: the model is not available or has no tokenizer, or it can't read more than the budget.
+        UserError: the model is not available or has no tokenizer, it can't read more than the budget, or there is no text.
     """
     tokenizer = load_tokenizer(model_directory(model.id, model.revision, model.pickle, model.gguf_file))
     speeds = estimator.speeds(model)
@@ -70,8 +70,10 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
     fields["policies"], notes = _policies(fields, budget)
     core_seconds = sum(row.seconds or 0.0 for row in estimator.estimates([c for c in _cells(fields) if _tier(c) == 0]))
     streams = max(1, min(_MOST_STREAMS, int(_STREAMS * _CORE_SHARE * left / max(core_seconds, 1e-9))))
-    while streams > 1 and not _has_text(text(streams), tokenizer, data):
+    while (error := _text_error(text(streams), tokenizer, data)) and streams > 1:
         streams = streams * 2 // 3
+    if error is not None:
+        raise UserError(f"{error}; or leave out --data, to read built-in prose") from error
     tasks = [
         text(streams, evict="step"),
         text(streams, prompt=max(budget + _LEAST_EVICTED // 2, 3 * length // 4), evict="prompt"),
@@ -163,13 +165,14 @@ def _cells(fields: Mapping[str, Any]) -> list[Cell]:
         return load(path)[1]
 
 
-def _has_text(task: Mapping[str, Any], tokenizer: Any, data: str | None) -> bool:
+def _text_error(task: Mapping[str, Any], tokenizer: Any, data: str | None) -> UserError | None:
+    """Return why the text has too few tokens for a task; None if it has enough."""
     perplexity, directory = plugins.task_class("perplexity"), Path(data).expanduser() if data else None
     try:
         perplexity.data(perplexity.options(**task), lambda: tokenizer, directory)
-    except UserError:  # if one stream is too long, the run says so
-        return False
-    return True
+    except UserError as error:
+        return error
+    return None
 
 
 def _questions(names: Sequence[str], least: int, trained: int, tokenizer: Any) -> list[str]:
