@@ -154,13 +154,6 @@ def test_wikitext_is_the_raw_file_whatever_it_is_read_from(tmp_path):
         wikitext.articles("test", raw)
 
 
-def test_one_directory_may_hold_several_sources(tmp_path):
-    for source, file in (("wikitext", "wiki.test.raw"), ("pg19", "test.txt")):
-        (tmp_path / source).mkdir()
-        (tmp_path / source / file).write_text(source)
-        assert [t.text for t in texts(source, "test", None, 0, 1, tmp_path)[1]] == [source]
-
-
 def test_wikitext_that_is_missing_or_there_twice_is_told_in_one_line(tmp_path):
     (tmp_path / "wiki.test.tokens").write_text("words that are <unk>")
     with pytest.raises(UserError, match=r"no WikiText-2 \(wiki.test.raw, or"):
@@ -195,3 +188,18 @@ def test_parquet_whose_text_is_none_is_told_in_one_line(tmp_path, column, says):
     pq.write_table(pa.table({"text": column}), tmp_path / "test.parquet")
     with pytest.raises(UserError, match=f"test.parquet: .*{says}"):
         list(pg19.books("test", tmp_path)[1])
+
+
+def test_one_directory_may_hold_several_sources(tmp_path):
+    """Each is read from its own folder, and never from that of another."""
+    (tmp_path / "wikitext").mkdir()
+    (tmp_path / "wikitext/wiki.test.raw").write_text(" An article \n")
+    (tmp_path / "book.txt").write_text("A book.")
+    _, articles = texts("wikitext", "test", None, 0, 1, tmp_path)
+    assert [text.text for text in articles] == [" An article \n"]
+    with pytest.raises(UserError, match="has a folder 'wikitext', but none 'pg19'"):
+        texts("pg19", "test", None, 0, 1, tmp_path)
+    (tmp_path / "pg19").mkdir()
+    (tmp_path / "pg19/one.txt").write_text("Another book.")
+    _, books = texts("pg19", "test", None, 0, 1, tmp_path)
+    assert [text.text for text in books] == ["Another book."]

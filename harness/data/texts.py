@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import backcopy, pg19, wikitext
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.data.stream import Text
@@ -13,6 +14,7 @@ from kvbench.harness.data.stream import Text
 Source = Literal["pg19", "wikitext", "prose", "backcopy"]
 Split = Literal["train", "validation", "test"]
 GENERATED = ("prose", "backcopy")
+_OF_FILES = ("pg19", "wikitext")
 _CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts into a token
 
 
@@ -25,14 +27,23 @@ def texts(
     much as `tokens` may need. A directory may hold several sources, each in a folder of its name.
 
     Raises:
-        UserError: the texts are not available, or there is no such book.
+        UserError: the texts are not available, there is no such book, or the directory has a folder of another source alone.
     """
     if source == "prose":
         return f"prose generated from seed {seed}", iter([Text("prose", Prose(seed).text(_CHARACTERS_PER_TOKEN * tokens))])
     if source == "backcopy":
         return f"Bigram-Backcopy from seed {seed}", iter([Text("backcopy", backcopy.text(seed, tokens))])
-    if directory is not None and (directory / source).is_dir():
-        directory = directory / source
+    if directory is not None:
+        directory = _folder_of(source, directory)
     if source == "wikitext":
         return wikitext.articles(split, directory)
     return pg19.books(split, directory) if book is None else pg19.book(book, split, directory)
+
+
+def _folder_of(source: Source, directory: Path) -> Path:
+    """Return the folder of a source inside a directory, or the directory itself if it is divided into none."""
+    if (directory / source).is_dir():
+        return directory / source
+    if other := next((name for name in _OF_FILES if (directory / name).is_dir()), None):
+        raise UserError(f"{directory}: has a folder '{other}', but none '{source}': add one, or give --data another directory")
+    return directory
