@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import DEVICE, tokens_of
 from factories import needs_triton
+from warp_races import barriers, races
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
@@ -23,7 +24,30 @@ from kvbench.policies.h2o import H2O
 
 pytestmark = pytest.mark.slow("Triton's compiler")
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the tests that need it are skipped
+    triton = None
+
 ROOT = Path(__file__).parents[1]
+OWNERS = () if triton is None else (tl, tl.core, tl.tensor, tl.math, tl.dtype, tl.condition, tl.core.tensor_descriptor_base)
+CLEAN = [dict(vars(owner)) for owner in OWNERS]  # before any test has run
+
+
+@pytest.fixture(autouse=True)
+def clean_language():
+    mend()
+
+
+def mend():
+    """Triton's interpreter patches its language, and two kernels at once, in threads, leave it patched: nothing compiles then."""
+    for owner, clean in zip(OWNERS, CLEAN, strict=True):
+        for name in [x for x in vars(owner) if x not in clean]:
+            delattr(owner, name)
+        for name, value in clean.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
 
 
 @needs_triton
@@ -42,6 +66,52 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there():
         "rotate",
         "merge",
     }
+
+
+def add_one(x, n, BLOCK: tl.constexpr, BARRIER: tl.constexpr):  # noqa: N803
+    """Every place is loaded and stored, and moves on with the loop."""
+    for begin in range(0, n, BLOCK):
+        s = begin + tl.arange(0, BLOCK)
+        one = tl.load(x + s, mask=s < n, other=0)
+        if BARRIER:
+            tl.debug_barrier()
+        tl.store(x + s, one + 1, mask=s < n)
+        if BARRIER:
+            tl.debug_barrier()
+
+
+def free_slot(x, n, BLOCK: tl.constexpr, BARRIER: tl.constexpr):  # noqa: N803
+    """As `release` does: all warps load a number, and at the end one stores it."""
+    at = tl.load(x)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(x, at + 1)
+
+
+def compiled(function, block: int, barrier: bool) -> tuple[str, str]:
+    """A kernel's TTGIR and PTX."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    constants = {"BLOCK": block, "BARRIER": barrier}
+    types = {"x": "*i64", "n": "i32", "BLOCK": "constexpr", "BARRIER": "constexpr"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(2)}
+    source = ASTSource(JITFunction(function), types, constexprs=constants, attrs=attributes)
+    options = {"num_warps": 4, "enable_fp_fusion": True}  # unset, it warns
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return made.asm["ttgir"], made.asm["ptx"]
+
+
+@needs_triton
+@pytest.mark.parametrize(("function", "block"), [(add_one, 16), (free_slot, 1024)], ids=["a loop", "a slot"])
+def test_a_race_is_found_and_a_barrier_ends_it(function, block):
+    without, _ = compiled(function, block, False)
+    with_barrier, ptx = compiled(function, block, True)
+    assert races(without)
+    assert all("(x)" in line for line in races(without))
+    assert races(with_barrier) == []
+    assert ptx.count("bar.sync") >= barriers(with_barrier) > 0
 
 
 @pytest.fixture

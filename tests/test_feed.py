@@ -14,7 +14,8 @@ from factories import cell_record, changed, edit, record
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report.chart import draw
 from kvbench.harness.report.feed.question import questions
-from kvbench.harness.report.loss_charts import over_bytes
+from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.loss_charts import over_budgets, over_bytes
 
 SCHEMA = json.loads((Path(feeds.__file__).parent / "schema.json").read_text(encoding="utf-8"))
 
@@ -164,6 +165,17 @@ def test_a_task_without_a_text_is_judged_by_its_right_answers():
     assert (first["policy"], first["loss"]["value"], first["loss"]["to_name"]) == ("h2o", 50, "dense")
     assert second["answers"][0]["share"] == 0.25
     assert "answers 50 % [35, 65] right" in question["budgets"][0]["answer"]
+
+
+def test_the_markdown_page_begins_with_the_same_answer():
+    made = feeds.feed(of_budgets())
+    text = render(made).text
+    question = made["questions"][0]
+    assert all(budget["answer"].split(": ")[1][:20] in text.replace("\\", "") for budget in question["budgets"])
+    assert "| policy |" in text
+    chart = over_budgets(question, "answer")
+    assert "random" not in json.dumps(chart.spec), "it would flatten the others"
+    assert "<svg" in chart.svg("light")
 
 
 def test_too_few_streams_are_named_and_have_no_interval():
