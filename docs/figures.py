@@ -19,7 +19,7 @@ from kvbench.harness.data.backcopy import best_nll, text
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.markdown import table
-from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
+from kvbench.harness.tasks.trace.trace_options import TraceMetrics, TraceOptions
 from kvbench.lab.attention.schema import AttentionMetrics
 
 

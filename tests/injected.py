@@ -35,7 +35,7 @@ from kvbench.harness.tasks import lm_eval, perplexity
 from kvbench.harness.tasks.common import answering
 from kvbench.harness.tasks.common.answers import AnsweringTask
 from kvbench.harness.tasks.latency.lane import Lane
-from kvbench.harness.tasks.perplexity import measure
+from kvbench.harness.tasks.perplexity import score_text
 from kvbench.harness.tasks.trace import programs
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
@@ -318,7 +318,7 @@ def late_attention(first: int) -> AbstractContextManager[None]:
 
 def worse(nats: float = 0.005) -> AbstractContextManager[None]:
     """Every token's NLL is higher: half a percent of perplexity."""
-    return changed(measure, "cross_entropy", lambda plain, *args, **kwargs: plain(*args, **kwargs) + nats)
+    return changed(score_text, "cross_entropy", lambda plain, *args, **kwargs: plain(*args, **kwargs) + nats)
 
 
 def worse_last(share: float = 0.01) -> AbstractContextManager[None]:
@@ -329,7 +329,7 @@ def worse_last(share: float = 0.01) -> AbstractContextManager[None]:
         right[-1] *= 1 + share
         return right
 
-    return changed(measure, "cross_entropy", losses)
+    return changed(score_text, "cross_entropy", losses)
 
 
 @contextmanager
@@ -341,7 +341,7 @@ def wrong_mean(times: float = 0.8) -> Iterator[None]:
         found = plain(*args, **kwargs)
         return found | {"nll": times * found["nll"]}
 
-    with patch.object(perplexity, "nll_figures", nll_figures), patch.object(measure, "nll_figures", nll_figures):
+    with patch.object(perplexity, "nll_figures", nll_figures), patch.object(score_text, "nll_figures", nll_figures):
         yield
 
 

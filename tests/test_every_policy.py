@@ -20,7 +20,7 @@ from kvbench.harness.engine.budgets import Table, static_table
 from kvbench.harness.engine.decoder import CacheConfig, Evict
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, RAN, TOKEN_BY_TOKEN, Method
-from kvbench.harness.tasks.memory.measure import _kv_bytes
+from kvbench.harness.tasks.memory.meter_stream import _kv_bytes
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.triattention import TriAttention

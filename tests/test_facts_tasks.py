@@ -14,7 +14,7 @@ from kvbench.harness.records import RecordStore
 from kvbench.harness.report.doubts import with_doubts
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
-from kvbench.harness.tasks.lm_eval.measure import question_start
+from kvbench.harness.tasks.lm_eval.evaluate_requests import question_start
 
 KINDS = ("needle", "distracted", "popular", "values", "recent")
 

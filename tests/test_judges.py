@@ -27,7 +27,7 @@ from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.harness.tasks.trace import Trace
 from kvbench.harness.tasks.trace.programs import TraceData
-from kvbench.harness.tasks.trace.schema import TraceOptions
+from kvbench.harness.tasks.trace.trace_options import TraceOptions
 from kvbench.harness.tasks.turns import Turns, TurnsOptions
 from kvbench.policies.dense import Dense
 

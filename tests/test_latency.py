@@ -25,11 +25,10 @@ from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.tasks.latency import Latency, LatencyMetrics, LatencyOptions, lane, measure
-from kvbench.harness.tasks.latency import measure as latency
+from kvbench.harness.tasks.latency import Latency, LatencyMetrics, LatencyOptions, lane, time_cells
 from kvbench.harness.tasks.latency.lane import Lane, roofline, timing
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
-from kvbench.harness.tasks.memory import measure as memory
+from kvbench.harness.tasks.memory import meter_stream as memory
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -43,8 +42,8 @@ DEVICE = {"bandwidth": 1e10, "multiply_rate": 1e11}
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "bandwidth", lambda device: DEVICE["bandwidth"])
-    monkeypatch.setattr(measure, "multiply_rate", lambda device, dtype: DEVICE["multiply_rate"])
+    monkeypatch.setattr(time_cells, "bandwidth", lambda device: DEVICE["bandwidth"])
+    monkeypatch.setattr(time_cells, "multiply_rate", lambda device, dtype: DEVICE["multiply_rate"])
 
     def figures(configs, options=SHORT, **rest):
         jobs = [
@@ -204,9 +203,9 @@ policies: [{name: window, capacity: [8, 16]}]
             raise KeyboardInterrupt
         return measure_group(options, lanes)
 
-    measure_group = measure._measure
-    monkeypatch.setattr(measure, "_groups_that_fit", lambda lanes: [[lane] for lane in lanes])
-    monkeypatch.setattr(measure, "_measure", killed_in_the_second_group)
+    measure_group = time_cells._measure
+    monkeypatch.setattr(time_cells, "_groups_that_fit", lambda lanes: [[lane] for lane in lanes])
+    monkeypatch.setattr(time_cells, "_measure", killed_in_the_second_group)
     request, store = RunRequest(str(tmp_path / "two.yaml"), threads=1, device="cpu"), RecordStore(tmp_path / "results")
     with pytest.raises(KeyboardInterrupt):
         request.measure(tmp_path / "results", request.cells())
@@ -346,8 +345,8 @@ def test_every_timed_step_counts_and_nothing_else_does(monkeypatch, tmp_path):
             return super().importance(view)
 
     monkeypatch.setattr(device, "time", clock)
-    monkeypatch.setattr(latency, "_rates", lambda model: {"bandwidth": 1e15, "multiply_rate": 1e15})
-    monkeypatch.setattr(latency, "RecomputeDecoder", lambda *_: lambda tokens: clock.spend(next(forward)))
+    monkeypatch.setattr(time_cells, "_rates", lambda model: {"bandwidth": 1e15, "multiply_rate": 1e15})
+    monkeypatch.setattr(time_cells, "RecomputeDecoder", lambda *_: lambda tokens: clock.spend(next(forward)))
     jobs = [
         Job(model_of("llama"), config, RandomTokens(1), 64, EAGER, tmp_path / f"{n}", lambda *_: None, open=Steps(clock).open)
         for n, config in enumerate([CacheConfig(Dense()), CacheConfig(Costly(), 16)])

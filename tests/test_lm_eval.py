@@ -37,7 +37,7 @@ from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.lm_eval import LmEval, LmEvalMetrics, LmEvalOptions, _pass_at
-from kvbench.harness.tasks.lm_eval.measure import _sample, _template
+from kvbench.harness.tasks.lm_eval.evaluate_requests import _sample, _template
 from kvbench.harness.tasks.task import MeasurementError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("lm-eval")]  # lm-eval and its packages give warnings

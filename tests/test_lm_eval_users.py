@@ -26,7 +26,7 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.tasks.lm_eval import LmEval, measure
-from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
+from kvbench.harness.tasks.lm_eval.lm_eval_options import LmEvalOptions
 
 REQUEST = ("loglikelihood", {}, ("reg 3 = 41\n" * 20, "reg 3"), 0)
 

@@ -20,7 +20,7 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import find
-from kvbench.harness.tasks.lm_eval.measure import question_start
+from kvbench.harness.tasks.lm_eval.evaluate_requests import question_start
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("lm-eval")]  # lm-eval and its packages give warnings
 ROOT = Path(lm_eval.tasks.__file__).parent

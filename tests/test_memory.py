@@ -37,7 +37,7 @@ from kvbench.harness.run.order import Order, UnsentData
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
-from kvbench.harness.tasks.memory.measure import tensor_bytes
+from kvbench.harness.tasks.memory.meter_stream import tensor_bytes
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.adakv import AdaKV
 from kvbench.policies.dense import Dense

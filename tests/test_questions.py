@@ -14,7 +14,7 @@ from conftest import bench
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.records import RecordStore
-from kvbench.harness.tasks.lm_eval.measure import question_start
+from kvbench.harness.tasks.lm_eval.evaluate_requests import question_start
 
 RULER = {
     "niah_single_1": "A special magic number is hidden within the following text.\nText. What is the special magic number?\n"

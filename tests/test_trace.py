@@ -31,7 +31,7 @@ from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.harness.tasks.trace import Trace
 from kvbench.harness.tasks.trace.programs import figures, judged, sources, trace_data
-from kvbench.harness.tasks.trace.schema import TraceOptions
+from kvbench.harness.tasks.trace.trace_options import TraceOptions
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

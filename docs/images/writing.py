@@ -10,7 +10,7 @@ from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.report.chart import Chart, draw, write
 from kvbench.harness.tasks.trace import still_right
-from kvbench.harness.tasks.trace.schema import TraceOptions
+from kvbench.harness.tasks.trace.trace_options import TraceOptions
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "records"

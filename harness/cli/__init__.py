@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from kvbench import __version__
-from kvbench.harness.cli import doctor, judge, listing, lm_eval, measure, pages, policy, records, show
+from kvbench.harness.cli import doctor, judge, listing, lm_eval, pages, policy, records, run, show
 from kvbench.harness.cli import which as which_policy
 from kvbench.harness.cli.loaded import LAB_COMMANDS, plugin_commands
 from kvbench.harness.cli.output import accept_debug, debugging
@@ -76,7 +76,7 @@ def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - `output.
 
 
 for _command in (
-    measure.run,
+    run.run,
     which_policy.which,
     pages.leaderboard,
     lm_eval.lm_eval,
@@ -85,7 +85,7 @@ for _command in (
     judge.baseline,
     records.records,
     show.show,
-    measure.probe,
+    run.probe,
     listing.list_,
     policy.policy,
     listing.schema,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.measure import suite_options
 from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, report_skipped, writable
 from kvbench.harness.cli.rerun import cells_of_baseline, portable, request_from_baseline, with_groups
+from kvbench.harness.cli.run import suite_options
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.run.request import RunRequest
 

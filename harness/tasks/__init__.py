@@ -1,7 +1,7 @@
 """Tasks, one file or package each, and the names that a task imports ("A task of your own" in CONTRIBUTING.md).
 
-In a package, `__init__` holds the task and its page, and `schema`, where there is one, its options and figures; both work without
-torch. `measure` runs it.
+In a package, `__init__` holds the task and its page, and `<task>_options`, where there is one, its options and figures; both work
+without torch. One more module runs it.
 """
 
 from kvbench.harness.records import Record

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.watch import NotWatchableError, check, watch
-from kvbench.harness.tasks.attention import measure as harness
-from kvbench.harness.tasks.attention.measure import batches, onto, refuse_clamped
+from kvbench.harness.tasks.attention import watch_samples as harness
+from kvbench.harness.tasks.attention.watch_samples import batches, onto, refuse_clamped
 from kvbench.harness.tasks.common.samples import Samples
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.lab.attention.figures import figures, massive_activations, sink_tokens

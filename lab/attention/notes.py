@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvbench.harness.engine.watch import Chunk
-from kvbench.harness.tasks.attention import measure
-from kvbench.harness.tasks.attention.measure import by_sample
+from kvbench.harness.tasks.attention import watch_samples
+from kvbench.harness.tasks.attention.watch_samples import by_sample
 from kvbench.harness.tasks.common.samples import buckets
 
 MASSIVE, MASSIVE_TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, Section 2
@@ -24,7 +24,7 @@ INITIAL = 4  # first tokens that are looked at one by one
 _LATER_QUERIES = 4  # one over the share of a sample that must follow a token, for its attention to say something
 
 
-class Notes(measure.Notes):
+class Notes(watch_samples.Notes):
     """Notes of samples that are read side by side."""
 
     def __init__(self, tokens: int, map_tokens: int) -> None:

@@ -9,15 +9,15 @@ from pydantic import Field, model_validator
 from kvbench.harness.data.texts import Source
 from kvbench.harness.records.figure_rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
-from kvbench.harness.tasks.attention import schema
-from kvbench.harness.tasks.attention.schema import SHARE, Ends
+from kvbench.harness.tasks.attention import attention_options as harness_options
+from kvbench.harness.tasks.attention.attention_options import SHARE, Ends
 from kvbench.harness.tasks.common.samples import SampleOptions
 
 MOST_SHOWN = 100  # characters of a token
 _IMAGES = ("images", "shapes")
 
 
-class AttentionOptions(schema.AttentionOptions):
+class AttentionOptions(harness_options.AttentionOptions):
     """Options of the attention task, those of images included."""
 
     data: Literal[Source, "images", "shapes"] = Field(  # type: ignore[assignment]  # of the harness: texts alone
@@ -64,7 +64,7 @@ class AttentionOptions(schema.AttentionOptions):
         return self
 
 
-class LayerAttention(schema.LayerAttention):
+class LayerAttention(harness_options.LayerAttention):
     """Figures of a layer, those of hidden states, keys, values and evicted tokens included."""
 
     hidden_largest: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(
@@ -169,7 +169,7 @@ class Patches(Part):
     )
 
 
-class AttentionMetrics(schema.AttentionMetrics):
+class AttentionMetrics(harness_options.AttentionMetrics):
     """Figures about the attention of heads, and about what comes with sinks."""
 
     hidden_largest: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(

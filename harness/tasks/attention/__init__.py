@@ -20,8 +20,8 @@ from kvbench.harness.report.markdown import count, number, percent, short_titles
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_report import Measures
+from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.attention.figures import figures
-from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Workload
 
 _CELL_PIXELS, _MOST_PIXELS = 26, 480  # of the heatmap of heads
@@ -65,7 +65,7 @@ class AttentionTask(Task):
     @staticmethod
     def run(options: Any, job: Job) -> AttentionMetrics:
         """Look at every sample; the trace gets what was noted of each."""
-        from kvbench.harness.tasks.attention.measure import measure
+        from kvbench.harness.tasks.attention.watch_samples import measure
 
         return measure(options, job)
 

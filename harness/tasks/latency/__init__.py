@@ -186,7 +186,7 @@ class Latency(Task):
     @classmethod
     def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:
         """Measure all cells interleaved, in groups whose caches fit into memory. Yields a group's results when it is finished."""
-        from kvbench.harness.tasks.latency.measure import measure
+        from kvbench.harness.tasks.latency.time_cells import measure
 
         return measure(options, jobs)
 

@@ -26,11 +26,11 @@ from kvbench.harness.report.difference import Difference
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_charts import Depths, over_depths
-from kvbench.harness.tasks.lm_eval.schema import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
+from kvbench.harness.tasks.lm_eval.lm_eval_options import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
-    from kvbench.harness.tasks.lm_eval.measure import LmEvalData
+    from kvbench.harness.tasks.lm_eval.evaluate_requests import LmEvalData
 
 _QUESTIONS, _PROMPT_TOKENS, _ANSWER_TOKENS = 1000, 400, 8  # guesses, for estimates
 _RECALL = frozenset(f"kvbench_{kind}" for kind in (*KINDS, "anywhere"))
@@ -48,7 +48,7 @@ class LmEval(Task):
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
         """The task's questions as requests."""
-        from kvbench.harness.tasks.lm_eval.measure import requests
+        from kvbench.harness.tasks.lm_eval.evaluate_requests import requests
 
         return requests(options, tokenizer(), directory)
 
@@ -71,7 +71,7 @@ class LmEval(Task):
     @staticmethod
     def run(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
         """Run the task; the trace gets each question's score and log-likelihoods or answer."""
-        from kvbench.harness.tasks.lm_eval.measure import measure
+        from kvbench.harness.tasks.lm_eval.evaluate_requests import measure
 
         return measure(options, job)
 

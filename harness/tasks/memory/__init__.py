@@ -89,7 +89,7 @@ class Memory(Task):
     @staticmethod
     def run(options: MemoryOptions, job: Job) -> MemoryMetrics:
         """Read the stream, and measure memory at several points."""
-        from kvbench.harness.tasks.memory.measure import measure
+        from kvbench.harness.tasks.memory.meter_stream import measure
 
         return measure(options, job)
 

@@ -38,7 +38,7 @@ from kvbench.harness.report.pairing import (
 )
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_charts import over_the_stream
-from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions, Precision
+from kvbench.harness.tasks.perplexity.perplexity_options import FactCost, PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Perplexity(Task):
     @staticmethod
     def run(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
         """Score the stream; the trace gets one float32 NLL per token, NaN for tokens that are not scored."""
-        from kvbench.harness.tasks.perplexity.measure import measure
+        from kvbench.harness.tasks.perplexity.score_text import measure
 
         return measure(options, job)
 

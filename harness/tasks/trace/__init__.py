@@ -22,7 +22,7 @@ from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
-from kvbench.harness.tasks.trace.schema import Between, TraceFacts, TraceMetrics, TraceOptions
+from kvbench.harness.tasks.trace.trace_options import Between, TraceFacts, TraceMetrics, TraceOptions
 
 if TYPE_CHECKING:
     from kvbench.harness.tasks.trace.programs import TraceData
@@ -66,7 +66,7 @@ class Trace(Task):
     @staticmethod
     def run(options: TraceOptions, job: Job) -> TraceMetrics:
         """Write or read the traces; the trace file gets each answer."""
-        from kvbench.harness.tasks.trace.measure import measure
+        from kvbench.harness.tasks.trace.run_programs import measure
 
         return measure(options, job)
 

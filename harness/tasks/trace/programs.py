@@ -34,7 +34,7 @@ from kvbench.harness.data.register_machine import (
 from kvbench.harness.data.stream import fingerprint, opening
 from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.tasks.common.samples import buckets
-from kvbench.harness.tasks.trace.schema import TraceOptions
+from kvbench.harness.tasks.trace.trace_options import TraceOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.sampling import Sampler
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.harness.tasks.trace.programs import TraceData, figures, sources
-from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
+from kvbench.harness.tasks.trace.trace_options import TraceMetrics, TraceOptions
 
 Said = tuple[list[int], float | None]  # an answer's tokens, and `held` of the trace file
 

@@ -24,7 +24,7 @@ from kvbench.harness.lm_eval.generation import checked
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.lm_eval.reading import RequestReader
 from kvbench.harness.records.aggregates import sample_figures
-from kvbench.harness.tasks.lm_eval.schema import LmEvalMetrics, LmEvalOptions
+from kvbench.harness.tasks.lm_eval.lm_eval_options import LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 _FIRST_VERSION = "1.0"

@@ -23,7 +23,7 @@ from kvbench.harness.data.prose import fact_costs
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.records.metrics import Look, NllMetrics
-from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions, Precision
+from kvbench.harness.tasks.perplexity.perplexity_options import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 
