@@ -19,7 +19,7 @@ from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.feed import feed
 from kvbench.harness.run import runner
-from kvbench.harness.run.executor import RunWatcher
+from kvbench.harness.run.ledger import RunWatcher
 from kvbench.harness.run.options import KeepSteps, RunOptions
 from kvbench.harness.run.order import Order, UnsentData
 from kvbench.harness.run.prepare import prepare
@@ -60,7 +60,7 @@ class Own(Policy):
 
 
 class Pickled:
-    """An `Executor` of two workers that get an order as bytes, and answer with bytes."""
+    """Two workers that get an order as bytes, and answer with bytes."""
 
     def __init__(self, options):
         self.options = options
@@ -106,7 +106,7 @@ def test_pickled_answers_make_the_same_records_and_the_same_page(request_, tmp_p
     cells = request_.cells()
     options = request_._options(None, False, False, KeepSteps.from_option("kept=90,end"))
     here = runner.run(cells, RecordStore(tmp_path / "here"), options, RunWatcher())
-    there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), Pickled(options))
+    there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), Pickled(options).measure)
     same(here, there)
     assert sum(record.facts.keep_map is not None for record in there) == 12
     for folder in ("here", "there"):

@@ -36,7 +36,7 @@ def mapped(path: Path, read: CachedDecoder, tokens: torch.Tensor, block: int, as
     """Reads tokens in blocks and writes a keep map. -> NLLs."""
     keep_map = KeepMapWriter(path.with_suffix(".partial"), KeepSteps(asked), KeepSteps(asked).of(tokens.shape[1]))
     logits = in_blocks(RecordingDecoder(read, keep_map), tokens, block)
-    keep_map.put_in_place(path)
+    keep_map.finished().content.replace(path)
     return nll(logits, tokens)
 
 

@@ -170,9 +170,8 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
 
     def fails(attempts, *rest):
         here.append(len(attempts))
-        seconds = run_task(attempts, *rest)
+        yield from run_task(attempts, *rest)
         monkeypatch.setattr(captured.PROCESS, "failed", "the capture was invalidated")
-        return seconds
 
     monkeypatch.setattr(machine, "_run_task", fails)
     monkeypatch.setattr(child, "measure", lambda order, *rest: groups.append(order) or new_process(order, *rest))

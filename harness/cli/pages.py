@@ -289,35 +289,26 @@ def make_without_broken(
     def works(part: list[Record]) -> bool:
         return error(part) is None
 
-    kept = _sound(list(records), works)
+    first = _extended([], list(records), works)
+    others = _extended([], _without(records, first), works)
+    kept = max(first, others, key=len)  # a record that goes with no other costs no good ones
     kept = _extended(kept, _without(records, kept), works)  # some failed only together with a record now left out
     broken = _without(records, kept)
     sound = _without(records, broken)
     return make(sound), [(r, reason) for r in broken if (reason := error([*sound, r])) is not None]
 
 
-def _sound(records: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
-    """Return as many records as can be rendered together. Halves are searched separately, to find a bad record in few trials."""
-    if works(records):
-        return records
-    if len(records) == 1:
-        return []
-    middle = len(records) // 2
-    first, second = _sound(records[:middle], works), _sound(records[middle:], works)
-    if works(first + second):
-        return first + second
-    # Keep the larger set: a bad record costs no good ones.
-    return max(_extended(first, second, works), _extended(second, first, works), key=len)
+def _extended(kept: list[Record], part: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
+    """Add as many records of a part as can be rendered with those kept so far. Halving finds a bad record in few trials."""
+    if works([*kept, *part]):
+        return [*kept, *part]
+    if len(part) < 2:
+        return kept
+    middle = len(part) // 2
+    return _extended(_extended(kept, part[:middle], works), part[middle:], works)
 
 
 def _without(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
     """The records that are not among `others`."""
     known = {id(r) for r in others}
     return [r for r in records if id(r) not in known]
-
-
-def _extended(kept: list[Record], others: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
-    """Add each of the others that works with those kept so far."""
-    for record in others:
-        kept = [*kept, record] if works([*kept, record]) else kept
-    return kept

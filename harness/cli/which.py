@@ -25,21 +25,9 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record
 
 
-def _tokens(context: click.Context, option: click.Parameter, value: str) -> int:  # noqa: ARG001 - click passes them
-    """Return a number of tokens, which may have separators: 1,024.
-
-    Raises:
-        click.BadParameter: it is a share, or no number of tokens.
-    """
-    text = value.replace(",", "").replace("_", "")
-    if not re.fullmatch("[1-9][0-9]*", text):
-        raise click.BadParameter(f"{value}: expected tokens that a KV head keeps, such as 1024, not a share or bytes")
-    return int(text)
-
-
 @click.command()
 @click.argument("model", type=FILLED)
-@click.option("--budget", callback=_tokens, metavar="TOKENS", required=True, help="Tokens that a KV head keeps.")
+@click.option("--budget", "tokens", metavar="TOKENS", required=True, help="Tokens that a KV head keeps.")
 @click.option(
     "--minutes", type=click.FloatRange(0.1, 1e6), default=30, show_default=True, help="Minutes that the command may take."
 )
@@ -49,7 +37,7 @@ def _tokens(context: click.Context, option: click.Parameter, value: str) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def which(
     model: str,
-    budget: int,
+    tokens: str,
     minutes: float,
     data: str | None,
     dtype: str | None,
@@ -68,6 +56,11 @@ def which(
     bench which builtin:recall --budget 96 --minutes 3
     bench which path/to/model --budget 1024 --data path/to/texts
     """
+    digits = tokens.replace(",", "").replace("_", "")
+    if not re.fullmatch("[1-9][0-9]*", digits):
+        expected = "expected tokens that a KV head keeps, such as 1024, not a share or bytes"
+        raise click.BadParameter(f"{tokens}: {expected}", param_hint="'--budget'")
+    budget = int(digits)
     if math.isnan(minutes):  # which no range excludes
         raise click.BadParameter("nan: expected minutes, such as 30")
     until = time.monotonic() + 60 * minutes  # loading torch takes seconds, too

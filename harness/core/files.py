@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -46,6 +47,23 @@ def put_in_place(partial: Path, path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def store_content(content: Path | bytes, path: Path) -> str:
+    """Move a finished file to its place, or write its content there. Returns the sha256 of the content.
+
+    Raises:
+        OSError: the folder is not writable, or the disk is full.
+    """
+    if isinstance(content, bytes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, "wb") as file:
+            file.write(content)
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    put_in_place(content, path)
+    return sha256
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class FloatStore:
         return int(held.sum()) * self.tensor.shape[-1] * self.tensor.itemsize
 
 
-class FloatWindow:
+class FloatWindow(Padded):
     """Some rows of a float store."""
 
     def __init__(self, view: Tensor, flat: Tensor) -> None:
@@ -139,14 +139,6 @@ class FloatWindow:
     def read(self) -> Tensor:
         """The slots themselves."""
         return self._view
-
-    def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
-        """Dot products with the keys."""
-        return torch.bmm(query, (self._view if factors is None else rotate(self._view, factors)).transpose(1, 2))
-
-    def mix(self, weights: Tensor, into: Tensor) -> None:
-        """Weighted sums of the values."""
-        torch.bmm(weights.to(self._view.dtype), self._view, out=into)
 
     def write(self, indices: Tensor, x: Tensor) -> None:
         """Put vectors into slots."""

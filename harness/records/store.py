@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import atomic_write, put_in_place, remove_partials
+from kvbench.harness.core.files import atomic_write, remove_partials, store_content
 from kvbench.harness.core.locks import OWNER_SUFFIX, HeldError, locked
 from kvbench.harness.records import published
 from kvbench.harness.records.beside import TraceFile, open_trace
@@ -108,13 +107,7 @@ class RecordStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         if trace is not None:
             target = self.trace_path(record, suffix)
-            content = trace if isinstance(trace, bytes) else trace.read_bytes()
-            record.trace = RecordedTrace(file=target.name, sha256=hashlib.sha256(content).hexdigest())
-            if isinstance(trace, Path):
-                put_in_place(trace, target)
-            else:
-                with atomic_write(target, "wb") as file:
-                    file.write(trace)
+            record.trace = RecordedTrace(file=target.name, sha256=store_content(trace, target))
         with atomic_write(path) as file:
             file.write(record.as_text())
         return path

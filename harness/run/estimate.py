@@ -99,7 +99,7 @@ class Estimator:
             if dtype not in self._multiply_rates:
                 self._multiply_rates[dtype] = multiply_rate(self._device, DTYPES[dtype])
             seconds = _seconds(cell, shape, self._multiply_rates[dtype], self._overhead)
-        return Estimate(cell, seconds, kv_bytes(cell, shape), _weight_bytes(cell.model, shape))
+        return Estimate(cell, seconds, cell.kv_bytes(shape), _weight_bytes(cell.model, shape))
 
     def _measured_seconds(self, cell: Cell, checked: set[Any]) -> float | None:
         """Seconds of a cell by short reads on its model; None if there are none."""
@@ -138,11 +138,3 @@ def _seconds(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> flo
         return tokens * read_per_token(cell.policy, cell.capacity or 1) * per_token / rate
     walked = tokens if cell.policy.evicts else tokens / 256
     return tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
-
-
-def kv_bytes(cell: Cell, shape: ModelShape) -> int:
-    """The most bytes of K and V that a cell holds, over all streams that must be read at once."""
-    if not holds_kv(cell.policy):
-        return 0
-    work = cell.workload
-    return shape.kv_bytes(cell.most_kept or work.length, work.side_by_side, DTYPES[cell.model.dtype].itemsize, cell.kv)

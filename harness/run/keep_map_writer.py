@@ -9,23 +9,21 @@ Axis letters: B streams, T tokens, V vocabulary, K tokens whose logits are retur
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import atomic_write, new_partial, put_in_place
+from kvbench.harness.core.files import atomic_write, new_partial
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.run_facts import Facts
 from kvbench.harness.report.keep_map import SUFFIX, Map, arrow, evictions, replayable_capacities
+from kvbench.harness.run.ledger import KeepMapFile
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.tasks.task import Job
@@ -44,9 +42,9 @@ def mapped_steps(item: Prepared, steps: KeepSteps) -> list[int] | None:
     return None if tokens is None or not policy.caches or isinstance(policy, Contestant) else steps.of(tokens)
 
 
-def steps_wanted(item: Prepared, keep: KeepSteps | None) -> str | None:
+def steps_wanted(item: Prepared, keep: KeepSteps) -> str | None:
     """The steps that a finished record's keep map must be of; None if the record needs no map."""
-    return None if keep is None or mapped_steps(item, keep) is None else keep.text
+    return None if mapped_steps(item, keep) is None else keep.text
 
 
 def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
@@ -99,7 +97,7 @@ class KeepMapWriter:
         def opened(*args: Any) -> Decoder:
             decoder = job.open(*args)
             assert isinstance(decoder, CachedDecoder), "the policy keeps a cache"
-            return RecordingDecoder(decoder, self)
+            return cast(Decoder, RecordingDecoder(decoder, self))
 
         return dataclasses.replace(job, open=opened)
 
@@ -118,60 +116,21 @@ class KeepMapWriter:
         if self._positions >= _POSITIONS_PER_ROW_GROUP:
             self._flush()
 
-    def put_in_place(self, path: Path) -> dict[str, str]:
-        """Complete the file, and move it to its place. Returns the record's fact about it.
-
-        Raises:
-            OSError: it can't be written.
-        """
-        self._complete()
-        with self._path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        put_in_place(self._path, path)
-        return {"file": path.name, "sha256": sha256, "steps": self._keep.text}
-
-    def finished(self) -> FinishedMap:
-        """Complete the file, and return its content."""
-        self._complete()
-        return FinishedMap(self._path.read_bytes(), self._keep.text)
+    def finished(self) -> KeepMapFile:
+        """Complete the file, and return it."""
+        self._flush()
+        self._writer.close()
+        return KeepMapFile(self._path, self._keep.text)
 
     def discard(self) -> None:
         """Remove the file, unless it is in its place."""
         self._writer.close()
         self._path.unlink(missing_ok=True)
 
-    def _complete(self) -> None:
-        self._flush()
-        self._writer.close()
-
     def _flush(self) -> None:
         columns = zip(*self._rows, strict=True) if self._rows else [()] * len(self._schema)
         self._writer.write_table(self._table([list(c) for c in columns], schema=self._schema))
         self._rows, self._positions = [], 0
-
-
-@dataclass(frozen=True)
-class FinishedMap:
-    """Content of a finished keep map, from another process.
-
-    Attributes:
-        content: of the file.
-        steps: that were asked for.
-    """
-
-    content: bytes
-    steps: str
-
-    def put_in_place(self, path: Path) -> dict[str, str]:
-        """Write the file. Returns the record's fact about it.
-
-        Raises:
-            OSError: it can't be written.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path, "wb") as file:
-            file.write(self.content)
-        return {"file": path.name, "sha256": hashlib.sha256(self.content).hexdigest(), "steps": self.steps}
 
 
 class RecordingDecoder:
@@ -209,37 +168,9 @@ class RecordingDecoder:
             logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
         return logits[:, -1]
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` more tokens now."""
-        self._decoder.reserve(tokens)
-
-    def fork(self, streams: Sequence[int]) -> Decoder:
-        """A decoder whose streams are copies of these; it notes nothing."""
-        return self._decoder.fork(streams)
-
-    def held(self, positions: Sequence[int]) -> float:
-        """Share of these tokens of the first stream that are held."""
-        return self._decoder.held(positions)
-
-    @property
-    def slots(self) -> tuple[float, float]:
-        """(slots in use, slots a decode step attends over), per KV head, averaged over layers."""
-        return self._decoder.slots
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V held between steps."""
-        return self._decoder.kv_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of K and V of the tokens held."""
-        return self._decoder.held_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of everything else held between steps."""
-        return self._decoder.state_bytes
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the decoder's own; a fork notes nothing."""
+        return getattr(self._decoder, name)
 
 
 def _parts(cuts: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
@@ -248,29 +179,14 @@ def _parts(cuts: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
     return zip([0, *ends], ends, strict=False)
 
 
-def open_map(item: Prepared, store: RecordStore, keep: KeepSteps | None) -> KeepMapWriter | None:
-    """The keep map of a cell that is about to be measured; None if none is asked for, or it can have none.
+def open_map(item: Prepared, store: RecordStore, keep: KeepSteps) -> KeepMapWriter | None:
+    """The keep map of a cell that is about to be measured; None if it can have none.
 
     Raises:
         OSError: the folder of its record can't be written to.
     """
-    steps = None if keep is None else mapped_steps(item, keep)
-    if keep is None or steps is None:
-        return None
-    return KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), keep, steps)
-
-
-def settle_map(keep_map: KeepMapWriter | FinishedMap | None, record: Record, store: RecordStore) -> None:
-    """Put the keep map of a measured cell in its place, and name it in the record. The map of an earlier record goes.
-
-    Raises:
-        OSError: the folder can't be written to.
-    """
-    path = store.trace_path(record, SUFFIX)
-    if keep_map is None or record.status != "ok":
-        path.unlink(missing_ok=True)
-    else:
-        record.facts = Facts.from_json({**record.facts.as_json(), "keep_map": keep_map.put_in_place(path)})
+    steps = mapped_steps(item, keep)
+    return None if steps is None else KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), keep, steps)
 
 
 def write_replay(record: Record, kept: Map, path: Path) -> None:

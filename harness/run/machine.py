@@ -6,9 +6,8 @@ import atexit
 import gc
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.run import child
-from kvbench.harness.run.executor import Done, Group, Outcome, RunWatcher, trace_suffix
-from kvbench.harness.run.keep_map_writer import KeepMapWriter, open_map
+from kvbench.harness.run.keep_map_writer import open_map
+from kvbench.harness.run.ledger import Done, Group, Outcome, RunWatcher, trace_suffix
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.order import GroupOutcomes, Order
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
@@ -40,9 +39,6 @@ from kvbench.harness.run.reading_plan import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
-
-_Result = Metrics | Exception | SystemExit
-_Finish = Callable[["_Attempt", float | None], None]  # hands a cell's outcome over; the seconds of the task's own work so far
 
 
 class Machine:
@@ -54,13 +50,16 @@ class Machine:
         `cells` are all that may be measured: a cache that does not fit is reported when its model is loaded. `own_process`: this
         process is there for one group.
         """
-        self._options, self._own_process = options, own_process
-        self._models = _LastModel(options.device, cells)
+        self._options, self._cells, self._own_process = options, cells, own_process
+        self._spec: ModelSpec | None = None
+        self._model: Model | None = None
         atexit.register(gc.unfreeze)  # else libraries complain of objects that are left at the end
 
     def close(self) -> None:
         """Free the model's memory."""
-        self._models.drop()
+        gc.unfreeze()
+        self._model = None
+        _release_memory(self._options.device)
 
     def measure(
         self, group: Group, references: Sequence[Record | None], folder: RecordStore, watcher: RunWatcher, done: Done
@@ -77,31 +76,16 @@ class Machine:
         if not self._own_process and (capture_failure() or _plainly(group[0], options)):
             self._measure_in_child(group, references, watcher, done)
             return
-        attempts = [
-            _Attempt(item, _partial_trace(item, folder), open_map(item, folder, options.keep), reference)
-            for item, reference in zip(group, references, strict=True)
-        ]
+        attempts = [_Attempt(item, folder, options, record) for item, record in zip(group, references, strict=True)]
         started = time.perf_counter()
-
-        def finish(attempt: _Attempt, task_seconds: float | None) -> None:
-            _check_result(attempt)
-            seconds, result = time.perf_counter() - started, attempt.result
-            read = result.tokens_read or attempt.item.data.tokens if isinstance(result, Metrics) else None
-            tokens = None if attempt.item.task.measures == "time" else read
-            attempt.facts.update(machine_facts(options.device, seconds, None if read is None else task_seconds, tokens))
-            done(attempt.item, attempt.outcome())
-            attempt.finished = True
-
         try:
-            task_seconds = _try_task(attempts, self._models, options, watcher, finish)
-            for attempt in attempts:
-                if not attempt.finished:
-                    finish(attempt, task_seconds)
+            for attempt, task_seconds in self._results(attempts, watcher):
+                seconds = time.perf_counter() - started
+                attempt.facts |= _machine_facts(options.device, seconds, attempt.speed(task_seconds))
+                done(attempt.item, attempt.outcome())
         finally:
-            for attempt in attempts:  # the trace of a complete cell has been moved
-                attempt.trace.unlink(missing_ok=True)
-                if attempt.keep_map is not None:
-                    attempt.keep_map.discard()
+            for attempt in attempts:
+                attempt.discard_files()
 
     def _measure_in_child(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
         """Measure the cells of a group in a process of its own, with the facts that it notes there."""
@@ -115,8 +99,8 @@ class Machine:
             raise
         except Exception as error:  # the process died, and the other groups must still run
             why = Failure.from_json(error.failure if isinstance(error, child.ChildError) else failure(error))
-            here = machine_facts(self._options.device, 0.0, None, None)
-            answer = GroupOutcomes([Outcome(item.facts | here, None, why, None, None) for item in group], [])
+            here = _machine_facts(self._options.device, 0.0, {})
+            answer = GroupOutcomes([Outcome(item.facts | here, failure=why) for item in group], [])
         seconds = round(time.perf_counter() - started, 3)
         for label, text in answer.notes:
             watcher.note(label, text)
@@ -124,38 +108,42 @@ class Machine:
             outcome.facts["seconds"] = seconds
             done(item, outcome)
 
+    def _results(self, attempts: Sequence[_Attempt], watcher: RunWatcher) -> Iterator[tuple[_Attempt, float]]:
+        """Run the task. An error that is not the user's is the result of every cell that has no other.
 
-def _plainly(item: Prepared, options: RunOptions) -> bool:
-    """Whether a cell is measured in plain PyTorch, in a process of its own."""
-    return item.task.measures == "memory" and options.device.type == "cpu"
+        Yields:
+            Each cell as soon as it has a result, and the seconds of the task's own work so far.
+        """
+        unfinished, first = list(attempts), attempts[0]
+        try:
+            for attempt, seconds in _run_task(attempts, self._loaded(first.item), self._options, watcher):
+                unfinished.remove(attempt)
+                yield attempt, seconds
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # plug-ins may raise anything, and the other cells must still run
+            if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+                folder = first.trace.parent
+                raise UserError(f"{folder}: can't be written to ({error.strerror}); finished cells are kept") from error
+            for attempt in unfinished:
+                attempt.result = error
+        finally:
+            _release_memory(self._options.device)
+        yield from ((attempt, 0.0) for attempt in unfinished)
 
-
-class _LastModel:
-    """Holds one model: the one that was loaded last."""
-
-    def __init__(self, device: torch.device, cells: Sequence[Cell]) -> None:
-        self._device, self._cells = device, cells
-        self._spec: ModelSpec | None = None
-        self._model: Model | None = None
-
-    def load(self, item: Prepared) -> Model:
-        """The model of a cell.
+    def _loaded(self, item: Prepared) -> Model:
+        """Return the model of a cell.
 
         Raises:
             UserError: it can't be driven exactly, or one of its caches can't be allocated.
             MemoryError: it does not fit.
         """
-        spec = item.cell.model
-        if self._model is None or self._spec != spec or not (item.task.measures == "attention" or self._model.layers):
-            self.drop()
-            self._model = item.task.load_model(
-                item.directory,
-                spec.dtype,
-                self._device,
-                spec.rope_length,
-                spec.pickle,
-                random=is_random(spec.id),
-                devices=spec.devices,
+        spec, task = item.cell.model, item.task
+        if self._model is None or self._spec != spec or not (task.measures == "attention" or self._model.layers):
+            self.close()
+            device, random = self._options.device, is_random(spec.id)
+            self._model = task.load_model(
+                item.directory, spec.dtype, device, spec.rope_length, spec.pickle, random=random, devices=spec.devices
             )
             self._spec = spec
             gc.collect()
@@ -163,11 +151,10 @@ class _LastModel:
             _check_capacities([cell for cell in self._cells if cell.model == spec], self._model)
         return self._model
 
-    def drop(self) -> None:
-        """Free the model's memory."""
-        gc.unfreeze()
-        self._model = None
-        _release_memory(self._device)
+
+def _plainly(item: Prepared, options: RunOptions) -> bool:
+    """Whether a cell is measured in plain PyTorch, in a process of its own."""
+    return item.task.measures == "memory" and options.device.type == "cpu"
 
 
 def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
@@ -216,51 +203,68 @@ class _Attempt:
         reference: record of the cell that it is compared with while it is measured; None if there is none.
         facts: of its record.
         result: its figures, or the error it failed with.
-        finished: its outcome has been handed over.
     """
 
-    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMapWriter | None, reference: Record | None) -> None:
-        self.item, self.trace, self.keep_map, self.reference = item, trace, keep_map, reference
-        self.finished = False
-        self.facts: dict[str, Any] = dict(item.facts)
-        self.result: _Result = RuntimeError("not measured")
+    def __init__(self, item: Prepared, folder: RecordStore, options: RunOptions, reference: Record | None) -> None:
+        """Create the files.
+
+        Raises:
+            UserError: the folder can't be written to.
+        """
+        self.item, self.reference, self.facts = item, reference, dict(item.facts)
+        self.result: Metrics | Exception | SystemExit = RuntimeError("not measured")
+        trace = folder.trace_path(item.record, trace_suffix(item))
+        try:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            self.trace = new_partial(trace)
+        except OSError as error:
+            raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
+        self.keep_map = None if options.keep is None else open_map(item, folder, options.keep)
+
+    def check(self) -> None:
+        """Turn figures that are not of the task's metrics class, or contradict its options, into an error."""
+        task, result = self.item.task, self.result
+        if isinstance(result, (Exception, SystemExit)):
+            return
+        try:
+            if not isinstance(result, task.metrics):
+                raise TypeError(f"{task.__name__}.run returned {type(result).__name__}, not {task.metrics.__name__}")
+            result.check(self.item.cell.task)
+            impossible = [*result.impossible()]
+            if impossible:
+                raise MeasurementError(f"better than is possible: {'; '.join(impossible)}")
+        except Exception as error:  # a user's task may return anything
+            self.result = error
+
+    def speed(self, task_seconds: float) -> dict[str, float]:
+        """Facts about the seconds of the task's own work; none if the cell failed. Figures that are times have no speed."""
+        if not isinstance(self.result, Metrics):
+            return {}
+        tokens, seconds = self.result.tokens_read or self.item.data.tokens, {"measured_seconds": round(task_seconds, 3)}
+        return seconds if self.item.task.measures == "time" else seconds | {"tokens_per_second": round(tokens / task_seconds, 1)}
 
     def outcome(self) -> Outcome:
         """Facts, figures or failure, and files for the record."""
-        if isinstance(self.result, (Exception, SystemExit)):
-            return Outcome(self.facts, None, Failure.from_json(failure(self.result)), None, None)
-        return Outcome(self.facts, self.result, None, self.trace, self.keep_map)
+        if not isinstance(self.result, Metrics):
+            return Outcome(self.facts, failure=Failure.from_json(failure(self.result)))
+        kept = None if self.keep_map is None else self.keep_map.finished()
+        return Outcome(self.facts, self.result, trace=self.trace if self.trace.stat().st_size else None, keep_map=kept)
+
+    def discard_files(self) -> None:
+        """Remove the files that nobody has moved to their place."""
+        self.trace.unlink(missing_ok=True)
+        if self.keep_map is not None:
+            self.keep_map.discard()
 
 
-def _try_task(
-    attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: RunWatcher, finish: _Finish
-) -> float | None:
-    """Run the task. An error that is not the user's becomes the result of every cell that has no outcome yet.
+def _run_task(
+    attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: RunWatcher
+) -> Iterator[tuple[_Attempt, float]]:
+    """Measure the cells of a group.
 
-    Returns:
-        The seconds of the task's own work; None after an error.
-    """
-    folder = attempts[0].trace.parent
-    try:
-        first = attempts[0].item
-        return _run_task(attempts, models.load(first), options, watcher, finish)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # plug-ins may raise anything, and the other cells must still run
-        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-            raise UserError(f"{folder}: can't be written to ({error.strerror}); finished cells are kept") from error
-        for attempt in attempts:
-            attempt.result = error if not attempt.finished else attempt.result
-        return None
-    finally:
-        _release_memory(options.device)
-
-
-def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: RunWatcher, finish: _Finish) -> float:
-    """Measure the cells of a group, and finish each as soon as it has a result.
-
-    Returns:
-        The seconds of the task's own work, without loading and checking the model.
+    Yields:
+        A cell as soon as it has a result, and the seconds of the task's own work, without loading and checking the model. A
+        cell that can't be prepared is left out, with its error as the result.
     """
     ready: list[tuple[_Attempt, Job]] = []
     for attempt in attempts:
@@ -273,20 +277,10 @@ def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, w
     started = time.perf_counter()
     for number, result in first.task.run_together(first.cell.task, [job for _, job in ready]) if ready else ():
         wait_for(options.device)
-        attempt = ready[number][0]
+        attempt, seconds = ready[number][0], time.perf_counter() - started
         attempt.result = result
-        finish(attempt, time.perf_counter() - started)
-    return time.perf_counter() - started
-
-
-def _partial_trace(item: Prepared, folder: RecordStore) -> Path:
-    """A file for the cell's trace while it is measured."""
-    trace = folder.trace_path(item.record, trace_suffix(item))
-    try:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        return new_partial(trace)
-    except OSError as error:
-        raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
+        attempt.check()
+        yield attempt, seconds
 
 
 def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatcher) -> Job:
@@ -314,32 +308,10 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatch
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 
 
-def _check_result(attempt: _Attempt) -> None:
-    """Turn figures that are not of the task's metrics class, or contradict its options, into an error."""
-    task, result = attempt.item.task, attempt.result
-    if isinstance(result, (Exception, SystemExit)):
-        return
-    try:
-        if not isinstance(result, task.metrics):
-            raise TypeError(f"{task.__name__}.run returned {type(result).__name__}, not {task.metrics.__name__}")
-        result.check(attempt.item.cell.task)
-        impossible = [*result.impossible()]
-        if impossible:
-            raise MeasurementError(f"better than is possible: {'; '.join(impossible)}")
-    except Exception as error:  # a user's task may return anything
-        attempt.result = error
-
-
-def machine_facts(device: torch.device, seconds: float, task_seconds: float | None, tokens: int | None) -> dict[str, Any]:
-    """Facts about the machine and the time that a cell took.
-
-    `task_seconds` are those of the task's own work, in which it read `tokens`; None if unknown.
-    """
+def _machine_facts(device: torch.device, seconds: float, speed: Mapping[str, float]) -> dict[str, Any]:
+    """Facts about the machine, the seconds that a cell took, and the speed of the task's own work."""
     packages = ("torch", "transformers", "numpy")
     tf32 = allows_tf32(device)
-    speed = {} if task_seconds is None else {"measured_seconds": round(task_seconds, 3)}
-    if task_seconds is not None and tokens is not None:
-        speed["tokens_per_second"] = round(tokens / task_seconds, 1)
     return {
         "device": device_name(device),
         "instructions": instructions(device),

@@ -19,7 +19,7 @@ from kvbench.harness.core.source_digests import code_versions
 from kvbench.harness.core.user_files import loaded_files
 from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.run.estimate import estimates
-from kvbench.harness.run.executor import Group, Ledger, Outcome, needs_machine
+from kvbench.harness.run.ledger import Group, Ledger, Outcome, needs_machine
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.order import GroupOutcomes, Order
 from kvbench.harness.run.prepare import MachineFacts
@@ -38,7 +38,7 @@ TICK_S = 0.5
 def ray_executor(
     address: str, workers: int | None, threads: int, device: str, options: RunOptions, cells: Sequence[Cell]
 ) -> Iterator[RayExecutor]:
-    """Give an executor. Its workers, and a Ray that it starts, live as long as the context.
+    """Start workers. They, and a Ray that this starts, live as long as the context.
 
     The address is HOST:PORT or auto for a cluster, or "local". Without a number of workers, as many as find room are started.
 
@@ -56,7 +56,7 @@ def ray_executor(
 
 
 class RayExecutor:
-    """An `Executor` whose workers are Ray actors."""
+    """Measures groups by workers that are Ray actors."""
 
     def __init__(self, cluster: Cluster, options: RunOptions, device: str, threads: int) -> None:
         """Plan a run with workers for which the cluster has room, without starting any."""
@@ -98,7 +98,7 @@ class RayExecutor:
                 self._ray.kill(actor)
 
     def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
-        """See `Executor`.
+        """Measure all groups. `cells` are all of the run, finished ones included.
 
         Raises:
             UserError: a worker lacks a model or data, or finds a mistake, or no worker is left. It names the worker.
@@ -175,7 +175,7 @@ class _Loop:
             return
         except errors.ActorUnavailableError:
             died = Failure(kind="WorkerDied", message=f"its worker died {TRIES} times")
-            place, answer = worker.place, GroupOutcomes([Outcome(dict(item.facts), None, died, None, None) for item in group], [])
+            place, answer = worker.place, GroupOutcomes([Outcome(dict(item.facts), failure=died) for item in group], [])
         if place != worker.place:
             watcher.note(worker.label, "died; what it measured was measured again")
             worker.place = place

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kvbench.harness.run.executor import Group, Outcome
+from kvbench.harness.run.ledger import Group, Outcome
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.suite import Cell
 from kvbench.harness.tasks.task import Data, MeasurementError

@@ -26,7 +26,6 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.records.types import BadRecordError
 from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.rules.rules import refuse_if_broken
-from kvbench.harness.run.estimate import kv_bytes
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Data, Task
@@ -138,7 +137,7 @@ def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], fre
     for cell in cells:
         shape = shapes[cell.model]
         if shape is not None and cell.most_kept is not None:
-            refuse_if_too_large(cell, kv_bytes(cell, shape), free * (cell.model.devices if device.type == "cuda" else 1), device)
+            refuse_if_too_large(cell, cell.kv_bytes(shape), free * (cell.model.devices if device.type == "cuda" else 1), device)
 
 
 def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device) -> None:

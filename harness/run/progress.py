@@ -25,7 +25,7 @@ from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import headline
-from kvbench.harness.run.executor import RunWatcher
+from kvbench.harness.run.ledger import RunWatcher
 
 _SECONDS_BETWEEN_LINES = 60.0  # about work in progress, and about all cells, when piped
 

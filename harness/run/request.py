@@ -16,7 +16,7 @@ from kvbench.harness.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record, RecordStore
-    from kvbench.harness.run.executor import RunWatcher, Wanted
+    from kvbench.harness.run.ledger import RunWatcher, Wanted
     from kvbench.harness.run.options import KeepSteps, RunOptions
     from kvbench.harness.suite import Cell
 
@@ -108,7 +108,7 @@ class RunRequest:
         more, for the progress. For the others see `RunOptions`. Workers on Ray measure all.
         """
         from kvbench.harness.records import RecordStore
-        from kvbench.harness.run.executor import RunWatcher
+        from kvbench.harness.run.ledger import RunWatcher
         from kvbench.harness.run.progress import ProgressView, StderrConsole
 
         options = self._options(block, walk, fresh, keep)
@@ -166,7 +166,7 @@ class RunRequest:
         from kvbench.harness.run.on_ray import ray_executor
 
         with ray_executor(self.ray, self.workers, self.threads or 1, self.device, options, cells) as executor:
-            return run(cells, store, options, watcher, executor, executor.machine)
+            return run(cells, store, options, watcher, executor.measure, executor.machine)
 
 
 def _crowded(device: str) -> str:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
 
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.records.run_facts import Facts
-from kvbench.harness.run.executor import Executor, Group, Ledger, Outcome, RunWatcher, Wanted, groups, trace_suffix
-from kvbench.harness.run.keep_map_writer import refuse_unmappable, settle_map, steps_wanted
+from kvbench.harness.run.keep_map_writer import refuse_unmappable, steps_wanted
+from kvbench.harness.run.ledger import Group, Ledger, RunWatcher, Wanted, groups
 from kvbench.harness.run.machine import Machine
 from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.prepare import MachineFacts, Prepared, prepare
-from kvbench.harness.suite import Cell, labels
+from kvbench.harness.run.prepare import MachineFacts, prepare
+from kvbench.harness.suite import Cell
+
+Executor = Callable[[Sequence[Group], Sequence[Cell], Ledger], None]  # measures groups; the cells are all of the run
 
 
 def run(
@@ -46,97 +44,38 @@ def run(
     with ExitStack() as locks:
         for suite in sorted({cell.suite for cell in cells}):
             locks.enter_context(store.locked(suite))
-        book = _Book(store, watcher, labels(cells))
-        left = [group for group in groups(prepared) if not book.skip(group, options)]
+        ledger = Ledger(store, watcher, cells)
+        left = [group for group in groups(prepared) if options.fresh or not _is_finished(group, ledger, options)]
         if left:
-            (executor or _InProcess(options, wanted)).measure(left, cells, book)
-        return [book.records[cell.id] for cell in cells if cell.id in book.records]
+            (executor or partial(_measure_here, options, wanted))(left, cells, ledger)
+        return [ledger.records[cell.id] for cell in cells if cell.id in ledger.records]
 
 
-class _InProcess:
-    """Measures one group after the other in this process."""
-
-    def __init__(self, options: RunOptions, wanted: Wanted | None) -> None:
-        self._options, self._wanted = options, wanted
-
-    def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
-        """See `Executor`."""
-        machine = Machine(self._options, cells)
-        try:
-            for group in groups:
-                if self._wanted is not None and not self._wanted([item.cell for item in group], ledger.records):
-                    continue
-                ledger.begin(group)
-                machine.measure(group, ledger.references(group), ledger.store, ledger.watcher, ledger.done)
-                ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell
-        finally:
-            machine.close()
-
-
-class _Book:
-    """The records of a run so far.
-
-    Attributes:
-        store: folder that they are written to.
-        watcher: receives the progress.
-        records: by cell id.
-    """
-
-    def __init__(self, store: RecordStore, watcher: RunWatcher, names: dict[str, str]) -> None:
-        self.store, self.watcher, self.records = store, watcher, dict[str, Record]()
-        self._names = names
-
-    def skip(self, group: Group, options: RunOptions) -> bool:
-        """Whether all cells of a group are finished. Then their records are those of earlier runs."""
-        if options.fresh:
+def _is_finished(group: Group, ledger: Ledger, options: RunOptions) -> bool:
+    """Whether earlier runs finished all cells of a group. Then their records are those of this run."""
+    stored = {}
+    for item in group:
+        steps = None if options.keep is None else steps_wanted(item, options.keep)
+        record = ledger.store.finished(item.record, steps)
+        if record is None:
             return False
-        finished = [self.store.finished(item.record, steps_wanted(item, options.keep)) for item in group]
-        if not all(finished):
-            return False
-        for item, record in zip(group, finished, strict=True):
-            assert record is not None
-            self.records[item.cell.id] = record
-        self.end(group, skipped=True)
-        return True
-
-    def begin(self, group: Group, worker: str = "") -> None:
-        """Say that a group starts. A wrong clock is reported now, not after the measurement."""
-        for item in group:
-            self.store.stamp(item.record, datetime.datetime.now(datetime.UTC))
-        label = self._names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
-        total = 0 if group[0].task.measures == "time" else group[0].data.tokens
-        self.watcher.begin(label, len(self.records) + 1, len(self._names), total, worker)
-
-    def references(self, group: Group) -> list[Record | None]:
-        """Return for each cell the record it is compared with while it is measured; None if there is none."""
-        return [None if item.cell.reference is None else self.records[item.cell.reference.id] for item in group]
-
-    def done(self, item: Prepared, outcome: Outcome) -> None:
-        """Write a cell's record."""
-        self.records[item.cell.id] = _write_record(item, outcome, self.store)
-
-    def end(self, group: Group, *, skipped: bool = False) -> None:
-        """Say that all cells of a group have their records."""
-        for item in group:
-            self.watcher.end(self._names[item.cell.id], self.records[item.cell.id], skipped)
+        stored[item.cell.id] = record
+    ledger.records |= stored
+    ledger.end(group, skipped=True)
+    return True
 
 
-def _write_record(item: Prepared, outcome: Outcome, store: RecordStore) -> Record:
-    """Complete the cell's record, and write it with its trace and its keep map.
-
-    Raises:
-        UserError: the folder can't be written to, or the clock is wrong.
-    """
-    result: dict[str, Any] = {"status": "failed", "error": outcome.failure}
-    if outcome.metrics is not None:
-        result = {"metrics": outcome.metrics}
-    finished = store.stamp(item.record, datetime.datetime.now(datetime.UTC))
-    record = dataclasses.replace(item.record, **result, facts=Facts.from_json(outcome.facts), finished=finished)
-    trace = outcome.trace
-    empty = trace is None or not (trace if isinstance(trace, bytes) else trace.stat().st_size)
+def _measure_here(
+    options: RunOptions, wanted: Wanted | None, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger
+) -> None:
+    """Measure one group after the other in this process."""
+    machine = Machine(options, cells)
     try:
-        settle_map(outcome.keep_map, record, store)
-        store.write(record, None if empty else trace, trace_suffix(item))
-    except OSError as error:
-        raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
-    return record
+        for group in groups:
+            if wanted is not None and not wanted([item.cell for item in group], ledger.records):
+                continue
+            ledger.begin(group)
+            machine.measure(group, ledger.references(group), ledger.store, ledger.watcher, ledger.done)
+            ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell
+    finally:
+        machine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import Record
@@ -37,14 +39,10 @@ _FACTS = ("kvbench_facts_popular", "kvbench_facts_needle")  # questions that a p
 
 
 def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estimator, left: float) -> tuple[str, list[str]]:
-    """Choose streams and questions that fit into the `left` seconds.
+    """Choose streams and questions that fit into the `left` seconds, for policies that keep `budget` tokens per KV head.
 
-    Returns the content of a suite's file, and sentences on what is left out, and why.
-
-    Args:
-        model: whose policies are compared.
-        budget: tokens per KV head kept between steps.
-        data: directory of the text; built-in prose when None.
+    The text is read from the directory `data`; built-in prose if that is None. Returns the content of a suite's file, and
+    sentences on what is left out, and why.
 
     Raises:
         UserError: the model is not available or has no tokenizer, it can't read more than the budget, or there is no text.
@@ -64,20 +62,17 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
         name = "pg19" if data else "prose"
         return {"name": "perplexity", "data": name, "tokens": length * streams, "streams": streams} | more
 
-    axes = {"model": {"id": model.id, "dtype": model.dtype}, "capacity": budget, "evict": ["step", "prompt"]}
-    fields = {"suite": "which", "version": 1, "description": f"Which policy at {budget} tokens"} | axes
-    fields |= {"task": [text(_STREAMS, evict="step")]}
-    fields["policies"], notes = _policies(fields, budget)
-    core_seconds = sum(row.seconds or 0.0 for row in estimator.estimates([c for c in _cells(fields) if _tier(c) == 0]))
+    policies, notes = _policies(budget)
+    fields = {"suite": "which", "version": 1, "description": f"Which policy at {budget} tokens"}
+    fields |= {"model": {"id": model.id, "dtype": model.dtype}, "capacity": budget, "evict": ["step", "prompt"]}
+    core_seconds = _core_seconds(fields | {"task": [text(_STREAMS, evict="step")], "policies": policies}, estimator)
     streams = max(1, min(_MOST_STREAMS, int(_STREAMS * _CORE_SHARE * left / max(core_seconds, 1e-9))))
     while (error := _text_error(text(streams), tokenizer, data)) and streams > 1:
         streams = streams * 2 // 3
     if error is not None:
         raise UserError(f"{error}; or leave out --data, to read built-in prose") from error
-    tasks = [
-        text(streams, evict="step"),
-        text(streams, prompt=max(budget + _LEAST_EVICTED // 2, 3 * length // 4), evict="prompt"),
-    ]
+    prompt = max(budget + _LEAST_EVICTED // 2, 3 * length // 4)
+    tasks = [text(streams, evict="step"), text(streams, prompt=prompt, evict="prompt")]
     if streams < MIN_BLOCKS:
         notes.append(f"An interval needs {MIN_BLOCKS} streams of {length:,} tokens; there are {streams}. No questions are asked.")
     elif kinds := _questions(_LOOKUPS if model.id.startswith("builtin:") else _FACTS, least, trained, tokenizer):
@@ -85,7 +80,7 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
         tasks.append({"name": "lm_eval"} | some | {"evict": "prompt"})
     else:
         notes.append(f"No questions are asked: ours have fewer than {least:,} tokens, or more than the model was trained on.")
-    return yaml.safe_dump(fields | {"task": tasks}, sort_keys=False), notes
+    return yaml.safe_dump(fields | {"task": tasks, "policies": policies}, sort_keys=False), notes
 
 
 def ordered(cells: Sequence[Cell]) -> list[Cell]:
@@ -109,7 +104,7 @@ class Deadline:
         self._estimator: Estimator | None = estimator
         self._seconds: dict[str, float] = {}  # of each cell, estimated
         self._began, self._planned = 0.0, 0.0  # of the groups before: the moment of the first, and their estimated seconds
-        self._left_out: dict[str, int] = {}  # cells, by the reason
+        self._left_out = Counter[str]()  # cells, by the reason
 
     def wants(self, group: Sequence[Cell], records: Mapping[str, Record]) -> bool:
         """Return whether a group fits into the rest of the time, and dense was measured at its task, and can do it."""
@@ -122,16 +117,14 @@ class Deadline:
         answers = None if reference is None else reference.measured(QuestionMetrics)
         seconds, now = sum(self._seconds[cell.id] for cell in group), self._clock()
         pace = (now - self._began) / self._planned if self._planned else 1.0
-        reason = ""
         if answers is not None and answers.accuracy is not None and answers.accuracy < FLOOR:
-            reason = f"are left out: dense answers less than {100 * FLOOR:.0f} % of their questions right"
+            self._left_out[f"are left out: dense answers less than {100 * FLOOR:.0f} % of their questions right"] += len(group)
         elif (reference is None and dense not in group) or now + pace * seconds > self._until:
-            reason = "did not fit into the time; the same command measures them"
-        if reason:
-            self._left_out[reason] = self._left_out.get(reason, 0) + len(group)
+            self._left_out["did not fit into the time; the same command measures them"] += len(group)
         else:
             self._planned += seconds
-        return not reason
+            return True
+        return False
 
     @property
     def notes(self) -> list[str]:
@@ -143,26 +136,28 @@ def _tier(cell: Cell) -> int:
     return next((tier for tier, names in enumerate(_TIERS) if cell.name in names), len(_TIERS) - 1)
 
 
-def _policies(fields: Mapping[str, Any], budget: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _policies(budget: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the entries of the policies that can serve the budget, and a sentence on each of the others."""
     sinks: dict[str, dict[str, Any]] = {"sink_window": {"sinks": 4}, "random": {"sinks": 4, "window": budget // 2}}
     chosen, notes = [], []
     for name in (name for tier in _TIERS for name in tier):
-        entries = [{"name": name} | sinks.get(name, {}) | moment for moment in (_MOMENTS if name != "dense" else [{}])]
+        given = sinks.get(name, {})
         try:
-            _cells({**fields, "policies": entries})
-            chosen += entries
-        except UserError as error:
+            policy = policy_from(name, given)
+            policy.bind(budget)
+            chosen += [{"name": name} | given | moment for moment in (_MOMENTS if policy.evicts else [{}])]
+        except ValueError as error:
             notes.append(f"{name} is left out: {str(error).rpartition(': ')[2]}.")
     return chosen, notes
 
 
-def _cells(fields: Mapping[str, Any]) -> list[Cell]:
-    """Return the cells of a suite."""
+def _core_seconds(fields: Mapping[str, Any], estimator: Estimator) -> float:
+    """Estimate the seconds of a suite's cells under the first policies."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "which.yaml"
         path.write_text(yaml.safe_dump(dict(fields)), encoding="utf-8")
-        return load(path)[1]
+        cells = [cell for cell in load(path)[1] if _tier(cell) == 0]
+    return sum(row.seconds or 0.0 for row in estimator.estimates(cells))
 
 
 def _text_error(task: Mapping[str, Any], tokenizer: Any, data: str | None) -> UserError | None:

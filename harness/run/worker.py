@@ -16,7 +16,7 @@ from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import LazyTokenizer
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.run.executor import Outcome, RunWatcher
+from kvbench.harness.run.ledger import Outcome, RunWatcher
 from kvbench.harness.run.machine import Machine
 from kvbench.harness.run.order import GroupOutcomes, Order, UnsentData
 from kvbench.harness.run.prepare import Prepared

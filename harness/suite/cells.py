@@ -11,14 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.evict import Evict, at_once, evict_as_json, evict_words
 from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.core.workload import Workload
+from kvbench.harness.models.shape import ModelShape
 from kvbench.harness.records import digest
 from kvbench.harness.records.cell import CellSpec, Options, flat
 from kvbench.harness.suite.axes import evict_from, multiplied
@@ -107,6 +111,13 @@ class Cell:
     def most_kept(self) -> int | None:
         """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
         return None if self.capacity is None or self.evict == "prompt" else self.capacity + at_once(self.evict) - 1
+
+    def kv_bytes(self, shape: ModelShape) -> int:
+        """The most bytes of K and V that the cell holds, over all streams that must be read at once."""
+        if not holds_kv(self.policy):
+            return 0
+        work, itemsize = self.workload, getattr(torch, self.model.dtype).itemsize
+        return shape.kv_bytes(self.most_kept or work.length, work.side_by_side, itemsize, self.kv)
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
@@ -286,16 +297,9 @@ def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
 
 
 def _position_mode(name: str) -> PositionMode:
-    """The mode of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for mode in typing.get_args(PositionMode):
-        if mode == name:
-            known: PositionMode = mode
-            return known
-    raise ValueError(f"positions {name}")
+    if name not in typing.get_args(PositionMode):
+        raise ValueError(f"positions {name}")
+    return cast(PositionMode, name)
 
 
 class _TaskEntry(NamedTuple):
