@@ -25,7 +25,7 @@ from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
-from kvbench.harness.tasks.lm_eval import LmEval, measure
+from kvbench.harness.tasks.lm_eval import LmEval, evaluate_requests
 from kvbench.harness.tasks.lm_eval.lm_eval_options import LmEvalOptions
 
 REQUEST = ("loglikelihood", {}, ("reg 3 = 41\n" * 20, "reg 3"), 0)
@@ -320,12 +320,12 @@ def test_a_suite_passes_add_bos_token_on(monkeypatch):
         passed.append(add_bos_token)
         raise PassedError
 
-    monkeypatch.setattr(measure, "KVBench", model)
-    monkeypatch.setattr(measure, "RequestReader", lambda *_: None)
+    monkeypatch.setattr(evaluate_requests, "KVBench", model)
+    monkeypatch.setattr(evaluate_requests, "RequestReader", lambda *_: None)
     data = SimpleNamespace(tokens=1, lengths=[1], tokenizer=None)
     job = SimpleNamespace(data=data, at_once=1, model=None, config=None, block=None, method=None)
     for value in (None, False):
         with pytest.raises(PassedError):
-            measure.measure(LmEvalOptions(tasks="a", add_bos_token=value), job)
+            evaluate_requests.measure(LmEvalOptions(tasks="a", add_bos_token=value), job)
     assert passed == [None, False]
     assert "add_bos_token" not in LmEvalOptions(tasks="a").model_dump(exclude_none=True), "cells without it stay as they were"

@@ -21,7 +21,7 @@ from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.report.pairing import common_tokens, paired
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions, schema
+from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions, perplexity_options
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.lab.studies.interval_coverage import PROCESSES, RUN, coverage_of_looks
 from kvbench.policies.recompute_window import RecomputeWindow
@@ -153,7 +153,7 @@ policies: [h2o, POLICIES]
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Intervals over texts of a hundredth of the length."""
-    for module in (intervals, schema):
+    for module in (intervals, perplexity_options):
         monkeypatch.setattr(module, "MIN_BLOCK_TOKENS", 32)
 
 
