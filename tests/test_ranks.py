@@ -10,9 +10,9 @@ from factories import cell_record, record
 
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.ranks import Comparison, answer_comparison, corrected, holm, ranks, sign_test
+from kvbench.harness.report.ranks import Comparison, answer_comparison, corrected, holm, outcome_comparison, ranks, sign_test
 from kvbench.harness.report.rows import Row
-from kvbench.harness.report.shares import answers, difference_ends, paired_shares
+from kvbench.harness.report.shares import answers, paired_shares
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 
 pytestmark = pytest.mark.fast
@@ -132,7 +132,7 @@ def test_streams_that_are_right_or_wrong_as_a_whole_count_as_one_question_each()
 
 def test_differences_are_over_streams_too():
     a, b = "1000" * 100, "1110" * 100
-    assert difference_ends(a, b, None) == paired_shares(a, b)
+    assert outcome_comparison(a, b, None).ends(1) == paired_shares(a, b)
     (found,) = [d for d in differences(quiz(a, 4), quiz(b, 4, policy="window")) if d.metric == "accuracy"]
     assert (found.low, found.verdict, found.why) == (None, "can't tell", "too few streams for an interval: 4 of 20")
     half = "1000" * 50 + "1110" * 50  # half of the streams gain all

@@ -23,7 +23,8 @@ from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMet
 from kvbench.harness.report.difference import Difference, Traces, Verdict
 from kvbench.harness.report.markdown import digits, md, model_name, table, task_name, title
 from kvbench.harness.report.pairing import paired, task_version
-from kvbench.harness.report.shares import count, difference_ends, shares, streams_of, too_few
+from kvbench.harness.report.ranks import outcome_comparison
+from kvbench.harness.report.shares import count, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace
 from kvbench.harness.report.task_report import plain
 
@@ -181,7 +182,7 @@ def _share_difference(
     """
     streams = None if same_questions and a.cell_id == b.cell_id else streams_of(b)
     if same_questions and len(ours.outcomes or "") == len(theirs.outcomes or "") > 0:
-        ends = difference_ends(ours.outcomes or "", theirs.outcomes or "", streams)
+        ends = outcome_comparison(ours.outcomes or "", theirs.outcomes or "", streams).ends(1)
         if ends is not None or streams is None:
             return ends, "question by question" if streams is None else "stream by stream"
         return None, too_few(count(streams))
@@ -228,14 +229,6 @@ def _ratio_ends(ours: StepMetrics, theirs: StepMetrics) -> tuple[Ends | None, st
     return ((low, high), why) if math.isfinite(low) and math.isfinite(high) else (None, "too few rounds")
 
 
-def matched(a: Sequence[Record], b: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Pairs of records of the same cell; if each side has a single record, those two."""
-    if len(a) == len(b) == 1:
-        return [(a[0], b[0])]
-    others = {r.cell_id: r for r in b}
-    return [(r, others[r.cell_id]) for r in a if r.cell_id in others]
-
-
 @dataclass(frozen=True)
 class JudgedMetric:
     """Comparison of a metric between two records."""
@@ -271,9 +264,18 @@ class JudgedMetric:
 
 
 def judge_all(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[JudgedMetric]:
-    """Judge every metric of every pair of the same cell, worst first. a: reference records and their folder; b: to be judged."""
-    pairs = [(x, y, (find_trace(x, a[1]), find_trace(y, b[1]))) for x, y in matched(a[0], b[0])]
-    judged = [JudgedMetric(x, y, difference) for x, y, traces in pairs for difference in _differences(x, y, traces)]
+    """Judge every metric of every pair of the same cell, worst first; of two single records in any case.
+
+    Args:
+        a: reference records and their folder.
+        b: records to judge and their folder.
+    """
+    others = {r.cell_id: r for r in b[0]}
+    pairs = [(r, others[r.cell_id]) for r in a[0] if r.cell_id in others]
+    if len(a[0]) == len(b[0]) == 1:
+        pairs = [(a[0][0], b[0][0])]
+    traces = [(find_trace(x, a[1]), find_trace(y, b[1])) for x, y in pairs]
+    judged = [JudgedMetric(x, y, d) for (x, y), both in zip(pairs, traces, strict=True) for d in _differences(x, y, both)]
     return sorted(judged, key=lambda j: _ORDER.index(j.difference.verdict))
 
 

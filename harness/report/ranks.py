@@ -18,56 +18,48 @@ from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, Interval, clustered
 from kvbench.harness.records import Record
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.report.rows import Row
-from kvbench.harness.report.shares import Stream, by_stream, count, paired_shares
+from kvbench.harness.report.shares import Stream, count, paired_shares
 
 
-@dataclass(frozen=True)
-class SharedOutcomes:
-    """Outcomes of two rows for the same questions: one digit per question, 1 for a right answer.
+def shared_outcomes(a: Row, b: Row) -> tuple[str, str, Sequence[Stream] | None] | None:
+    """Outcomes of both rows in one order, with the stream of each question; None unless they answered the same questions.
 
-    Attributes:
-        a: of one row.
-        b: of the other.
-        streams: of each question; None if every question has a cache of its own.
+    An outcome is "1" for a right answer, else "0". The streams are None if every question has a cache of its own.
     """
-
-    a: str
-    b: str
-    streams: Sequence[Stream] | None
-
-    @property
-    def change(self) -> float:
-        """Share of right answers of `b` minus that of `a`."""
-        return (self.b.count("1") - self.a.count("1")) / len(self.a)
-
-
-def shared_outcomes(a: Row, b: Row) -> SharedOutcomes | None:
-    """Outcomes of both rows in the same order; None unless they answered the same questions."""
-    ours, theirs = a.answered, b.answered
-    texts = {key: outcomes for key, (_, outcomes) in theirs.items()}
-    if not ours or {key: len(outcomes) for key, (_, outcomes) in ours.items()} != {k: len(v) for k, v in texts.items()}:
+    ours, theirs = ({key: outcomes for key, (_, outcomes) in row.answered.items()} for row in (a, b))
+    if not ours or {key: len(outcomes) for key, outcomes in ours.items()} != {key: len(text) for key, text in theirs.items()}:
         return None
-    return SharedOutcomes("".join(text for _, text in ours.values()), "".join(texts[key] for key in ours), a.answered_streams)
+    return "".join(ours.values()), "".join(theirs[key] for key in ours), a.answered_streams
 
 
 def answer_comparison(a: Row, b: Row) -> Comparison | None:
-    """The share of right answers that b loses to a; None unless they answered the same questions.
+    """Share of right answers that b loses to a; None unless they answered the same questions."""
+    shared = shared_outcomes(b, a)
+    return None if shared is None else outcome_comparison(*shared)
+
+
+def outcome_comparison(a: str, b: str, streams: Sequence[Stream] | None) -> Comparison:
+    """Compare the right answers to the same questions: b's share minus a's.
 
     The p-value is that of a sign test over questions (McNemar's test), or over streams.
+
+    Args:
+        a: outcomes, one "0" or "1" per question; "1" is right.
+        b: outcomes of the other policy.
+        streams: of each question; None if every question has a cache of its own.
     """
-    shared = shared_outcomes(b, a)
-    if shared is None:
-        return None
-    if shared.streams is None:
-        a_right, b_right = (int(outcomes, 2) for outcomes in (shared.a, shared.b))
-        only = [(x & ~y).bit_count() for x, y in ((a_right, b_right), (b_right, a_right))]
-        return Comparison(shared.change, sign_test(*only), partial(paired_shares, shared.a, shared.b))
-    sums, counts = by_stream(shared.a, shared.b, shared.streams)
-    if count(shared.streams) < MIN_BLOCKS:
-        return Comparison(shared.change, None, lambda _: None)
-    interval = clustered(np.array(sums), np.array(counts))
-    more, fewer = sum(x > 0 for x in sums), sum(x < 0 for x in sums)
-    agree = (more - fewer) * shared.change > 0  # not if most streams say the opposite of the mean
+    change = (b.count("1") - a.count("1")) / len(a)
+    if streams is None:
+        pairs = Counter(zip(a, b, strict=True))
+        return Comparison(change, sign_test(pairs["1", "0"], pairs["0", "1"]), partial(paired_shares, a, b))
+    if count(streams) < MIN_BLOCKS:
+        return Comparison(change, None, lambda _: None)
+    numbers = {stream: number for number, stream in enumerate(dict.fromkeys(streams))}
+    stream_numbers = [numbers[stream] for stream in streams]
+    gains = np.bincount(stream_numbers, [int(y) - int(x) for x, y in zip(a, b, strict=True)]).astype(np.float64)
+    interval = clustered(gains, np.bincount(stream_numbers).astype(np.float64))
+    more, fewer = int((gains > 0).sum()), int((gains < 0).sum())
+    agree = (more - fewer) * change > 0  # not if most streams say the opposite of the mean
     return compared(interval, None if interval.p is None else sign_test(more, fewer) if agree else 1.0)
 
 

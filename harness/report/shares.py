@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, Interval, clustered, clustered_share, wilson
+from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, clustered_share, wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
 
@@ -68,12 +68,12 @@ def answers(records: Sequence[Record]) -> Answers | None:
     if not answered:
         return None
     right, questions = sum(m.right or 0 for _, m in answered), sum(m.questions for _, m in answered)
-    streams: dict[Stream, list[int]] = {}
+    streams: dict[Stream, Counter[str]] = {}
     for record, metrics in answered:
         digits = metrics.outcomes or "1" * (metrics.right or 0) + "0" * (metrics.questions - (metrics.right or 0))
         for stream, digit in zip(streams_of(record) or (), digits, strict=False):
-            streams.setdefault(stream, []).append(int(digit))
-    of_streams = [(sum(digits), len(digits)) for digits in streams.values()]
+            streams.setdefault(stream, Counter())[digit] += 1
+    of_streams = [(digits["1"], digits.total()) for digits in streams.values()]
     alone = questions - sum(size for _, size in of_streams)
     if len(of_streams) >= MIN_BLOCKS:
         right_alone = right - sum(hits for hits, _ in of_streams)
@@ -81,51 +81,14 @@ def answers(records: Sequence[Record]) -> Answers | None:
     return Answers(right, questions, of_streams)
 
 
-def difference(a: str, b: str, streams: Sequence[Stream]) -> Interval | None:
-    """Mean of b's outcomes minus a's over the same questions, with an interval over streams; None if they are too few.
-
-    Args:
-        a: outcomes, one "0" or "1" per question; "1" is right.
-        b: likewise.
-        streams: of each question.
-    """
-    if count(streams) < MIN_BLOCKS:
-        return None
-    sums, counts = by_stream(a, b, streams)
-    return clustered(np.array(sums), np.array(counts))
-
-
 def count(streams: Sequence[Stream]) -> int:
-    """Number of streams with several questions; if there are none, of all."""
+    """Number of streams with several questions; of all streams if there are none."""
     sizes = Counter(streams).values()
     return sum(size > 1 for size in sizes) or len(sizes)
 
 
-def by_stream(a: str, b: str, streams: Sequence[Stream]) -> tuple[list[float], list[float]]:
-    """(right answers of b minus those of a, questions) of each stream."""
-    sums, counts = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0.0)
-    for stream, x, y in zip(streams, a, b, strict=True):
-        sums[stream] += int(y) - int(x)
-        counts[stream] += 1
-    return list(sums.values()), list(counts.values())
-
-
-def difference_ends(a: str, b: str, streams: Sequence[Stream] | None) -> Ends | None:
-    """95 % interval of the difference of two shares of right answers to the same questions, b's minus a's; None without one.
-
-    Args:
-        a: outcomes, one "0" or "1" per question; "1" is right.
-        b: likewise.
-        streams: of each question; None if every question has a cache of its own.
-    """
-    if streams is None:
-        return paired_shares(a, b)
-    interval = difference(a, b, streams)
-    return None if interval is None else interval.ends
-
-
 def too_few(streams: int) -> str:
-    """Why there is no interval."""
+    """Reason that there is no interval."""
     return f"too few streams for an interval: {streams} of {MIN_BLOCKS}"
 
 
@@ -134,8 +97,8 @@ def paired_shares(a: str, b: str, comparisons: int = 1) -> Ends:
 
     Args:
         a: outcomes, one "0" or "1" per question; "1" is right.
-        b: likewise.
-        comparisons: the interval is one of so many that all hold at once.
+        b: outcomes of the other policy.
+        comparisons: number of intervals that all hold at once.
 
     Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson intervals combined with their correlation.
     """
