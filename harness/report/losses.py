@@ -12,12 +12,11 @@ from kvbench.harness.records import Record
 from kvbench.harness.report import chart
 from kvbench.harness.report.doubts import with_doubts
 from kvbench.harness.report.feed import answers, words
-from kvbench.harness.report.feed.question import Question, is_reference, loss, questions
-from kvbench.harness.report.feed.row import loss_json
-from kvbench.harness.report.feed.row import row_id as id_of
+from kvbench.harness.report.feed.question import Question, is_reference, questions
+from kvbench.harness.report.feed.row import loss_to
 from kvbench.harness.report.feed.words import loss_text
 from kvbench.harness.report.loss_charts import over_budgets
-from kvbench.harness.report.rows import Row, short_names
+from kvbench.harness.report.rows import Row
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -38,20 +37,16 @@ def losses(records: Sequence[Record]) -> DataFrame:
     from pandas import DataFrame
 
     table = [
-        _about(question) | _figures(row, question["measure"])
+        {name: question[name] for name in _ABOUT} | _figures(row, question["measure"])
         for question in answers(questions(with_doubts(records)))["questions"]
         for row in [*(row for budget in question["budgets"] for row in budget["rows"]), *question["references"]]
     ]
     return _typed(DataFrame.from_records(table))
 
 
-def _about(question: dict[str, Any]) -> dict[str, Any]:
-    return {name: question[name] for name in _ABOUT}
-
-
 def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
-    """The columns of a row. row: of the feed."""
-    best, worst = row["rank"] or (None, None)
+    """Return the columns of a row. row: of the feed."""
+    best_rank, worst_rank = row["rank"] or (None, None)
     answer = row["answers"][0] if measure == "answers" and row["answers"] else None
     return {
         "evict": row["evict"],
@@ -59,8 +54,8 @@ def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
         "capacity": row["capacity"],
         "policy": row["name"],
         "kind": row["kind"],
-        "best_rank": best,
-        "worst_rank": worst,
+        "best_rank": best_rank,
+        "worst_rank": worst_rank,
         **_loss(row["loss"], measure),
         "perplexity": row["perplexity"],
         "right": None if answer is None else 100 * answer["share"],
@@ -72,16 +67,16 @@ def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
 
 
 def _loss(lost: dict[str, Any] | None, measure: str) -> dict[str, Any]:
-    """A loss of the feed as columns. pdfLaTeX does not know the minus sign of the page."""
+    """Return a loss of the feed as columns. pdfLaTeX does not know the minus sign of the page."""
     text = "" if lost is None else loss_text(lost).replace("−", "-").replace(" %", "")
-    part = lost or {}
-    ends = {name: part.get(key) for name, key in (("loss", "value"), ("low", "low"), ("high", "high"))}
+    lost = lost or {}
+    ends = {name: lost.get(key) for name, key in (("loss", "value"), ("low", "low"), ("high", "high"))}
     figures = {name: None if value is None else value + 0.0 for name, value in ends.items()}  # 0 has no sign
-    return {**figures, "interval": text, "unit": _UNITS[measure], "reference": part.get("to_name")}
+    return {**figures, "interval": text, "unit": _UNITS[measure], "reference": lost.get("to_name")}
 
 
 def _typed(frame: DataFrame) -> DataFrame:
-    """The frame with columns of numbers, even where some are missing."""
+    """Return the frame with columns of numbers, even where some are missing."""
     kinds = dict.fromkeys(_COUNTS, "Int64") | dict.fromkeys(_FIGURES, "float64")
     return frame.astype({name: kind for name, kind in kinds.items() if name in frame})
 
@@ -102,16 +97,16 @@ def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
     """
     from pandas import DataFrame
 
-    named = [(question, short_names(question.rows)) for question in questions(with_doubts(records))]
-    known = {name for question, names in named for name in [*names, *(row.cell.policy for row in question.rows)]}
+    open_questions = questions(with_doubts(records))
+    known = {name for question in open_questions for row in question.rows for name in (question.names[row.id], row.cell.policy)}
     for name in (a, b):
         if name not in known:
             raise UserError(f"no policy is called '{name}'{did_you_mean(name, known)}")
     table = [
-        _compared(question, x, y, dict(zip(map(id_of, question.rows), names, strict=True)))
-        for question, names in named
-        for x in _named(question.rows, names, a)
-        for y in _named(question.rows, names, b)
+        _compared(question, x, y)
+        for question in open_questions
+        for x in _named(question, a)
+        for y in _named(question, b)
         if x is not y and (x.cell.capacity == y.cell.capacity or any(is_reference(row.records[0]) for row in (x, y)))
     ]
     if not table:
@@ -119,31 +114,31 @@ def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
     return _typed(DataFrame.from_records(table))
 
 
-def _named(rows: Sequence[Row], names: Sequence[str], name: str) -> list[Row]:
-    """The rows of that name; at a capacity without any, the rows of the policy of that name."""
-    exact = {row.cell.capacity for row, shown in zip(rows, names, strict=True) if shown == name}
+def _named(question: Question, name: str) -> list[Row]:
+    """Return the rows of that name; at a capacity without any, the rows of the policy of that name."""
+    exact = {row.cell.capacity for row in question.rows if question.names[row.id] == name}
     return [
         row
-        for row, shown in zip(rows, names, strict=True)
-        if shown == name or (row.cell.policy == name and row.cell.capacity not in exact)
+        for row in question.rows
+        if question.names[row.id] == name or (row.cell.policy == name and row.cell.capacity not in exact)
     ]
 
 
-def _compared(question: Question, row: Row, base: Row, names: dict[str, str]) -> dict[str, Any]:
-    """A row of the comparison. names: of the question's rows, by id."""
-    cell, lost = question.first.cell, loss(question, row, base)
-    part = None if lost is None else loss_json(row, lost, names)
+def _compared(question: Question, row: Row, base: Row) -> dict[str, Any]:
+    """Return a row of the comparison."""
+    cell, lost = question.first.cell, loss_to(question, row, base)
     cache = base if is_reference(row.records[0]) else row
-    about = {"suite": visible(cell.suite), "model": visible(cell.model.id), "subject": words.subject(question)}
     return {
-        **about,
+        "suite": visible(cell.suite),
+        "model": visible(cell.model.id),
+        "subject": words.subject(question),
         "evict": visible(cache.cell.evicts),
         "positions": visible(cache.cell.positions),
         "capacity": cache.cell.capacity,
-        "policy": names[id_of(row)],
-        **_loss(part, question.measure),
-        "reference": names[id_of(base)],
-        "verdict": part["verdict"] if part else "can't tell",
+        "policy": question.names[row.id],
+        **_loss(lost, question.measure),
+        "reference": question.names[base.id],
+        "verdict": lost["verdict"] if lost else "can't tell",
     }
 
 
@@ -170,8 +165,7 @@ def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf
 
 def write(drawn: Iterable[chart.Chart], folder: Path, form: str) -> list[Path]:
     """Write charts to a folder, as files of their own."""
-    files = []
-    for one in drawn:
-        files.append(folder / f"{one.name}.{form}")
-        chart.picture(one.spec, files[-1])
-    return files
+    files = {folder / f"{drawing.name}.{form}": drawing for drawing in drawn}
+    for path, drawing in files.items():
+        chart.picture(drawing.spec, path)
+    return list(files)

@@ -8,6 +8,9 @@ from typing import Any
 
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
+from kvbench.harness.records.cell import CellSpec
+
+_DEFAULT_AXES = {"evict": "step", "kv": "", "positions": "cache", "limit": None, "seed": 0}
 
 
 def model_name(record: Record) -> str:
@@ -24,15 +27,11 @@ def task_name(record: Record) -> str:
 
 
 def title(record: Record) -> str:
-    """The policy with its parameters, and evict, kv, positions, limit and seed unless default."""
+    """Policy with its parameters, and with evict, kv, positions, limit and seed unless default."""
     cell = record.cell
-    extra = [f"{k} {v}" for k, v in cell.settings.items() if v is not None]
-    extra += [f"evict {cell.evicts}"] if cell.evicts != "step" else []
-    extra += [cell.stored] if cell.stored else []
-    extra += [f"positions {cell.positions}"] if cell.positions != "cache" else []
-    extra += [f"limit {cell.limit}"] if cell.limit is not None else []
-    extra += [f"seed {cell.seed}"] if cell.seed else []
-    return visible(f"{cell.policy} ({', '.join(extra)})" if extra else cell.policy)
+    extra = [f"{name} {value}" for name, value in cell.settings.items() if value is not None]
+    extra += [str(v) if name == "kv" else f"{name} {v}" for name, v in axes(cell).items() if v != _DEFAULT_AXES[name]]
+    return named(cell.policy, extra)
 
 
 def short_titles(records: Sequence[Record]) -> list[str]:
@@ -42,13 +41,20 @@ def short_titles(records: Sequence[Record]) -> list[str]:
         cell = record.cell
         rivals = [r.cell for r in records if (r.cell.policy, r.cell.capacity) == (cell.policy, cell.capacity)]
         extra = [f"{k} {v}" for k, v in cell.settings.items() if len({repr(c.settings.get(k)) for c in rivals}) > 1]
-        axes = {"evict": "evicts", "kv": "stored", "positions": "positions", "limit": "limit", "seed": "seed"}
-        for name, attribute in axes.items():
-            value = getattr(cell, attribute)
-            if value is not None and len({repr(getattr(c, attribute)) for c in rivals}) > 1:
-                extra.append(f"{name} {value}")
-        titles.append(visible(f"{cell.policy} ({', '.join(extra)})" if extra else cell.policy))
+        differing = [k for k in _DEFAULT_AXES if len({repr(axes(c)[k]) for c in rivals}) > 1]
+        extra += [f"{k} {v}" for k, v in axes(cell).items() if k in differing and v is not None]
+        titles.append(named(cell.policy, extra))
     return titles
+
+
+def axes(cell: CellSpec) -> dict[str, object]:
+    """Settings besides parameters in which two cells of one policy and capacity can differ, by their names in a suite."""
+    return {"evict": cell.evicts, "kv": cell.stored, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
+
+
+def named(policy: str, settings: Sequence[str]) -> str:
+    """Name of a policy with settings in parentheses."""
+    return visible(f"{policy} ({', '.join(settings)})" if settings else policy)
 
 
 def label(record: Record) -> str:
@@ -57,7 +63,7 @@ def label(record: Record) -> str:
 
 
 def status(record: Record) -> str:
-    """ok, the kind of failure, or the flags."""
+    """State of a record: ok, the kind of failure, or the flags."""
     if record.status != "ok":
         return f"**failed**: {md(record.error.kind if record.error else '?')}"
     flags = record.metrics.flags
@@ -65,27 +71,27 @@ def status(record: Record) -> str:
 
 
 def task_line(record: Record) -> str:
-    """A sentence with the task, its options and its data."""
+    """Describe the task, its options and its data in a sentence."""
     options = ", ".join(f"{md(k)} {md(v)}" for k, v in record.cell.options.items() if k != "name")
     source = f" on {md(record.data.source)}" if record.data.source else ""
     return f"{md(record.cell.task.name)}{source}{f' ({options})' if options else ''}.\n"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
-    """A table. alignment: one letter per column: l, c or r."""
+    """Return the lines of a table. alignment: one letter per column: l, c or r."""
     rule = [{"r": "---:", "c": ":---:"}.get(a, "---") for a in alignment]
     return [*(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
 
 
 def number(value: Any) -> str:
-    """A float with four digits, an integer with thousands separators; empty for anything else."""
+    """Format a float with four digits, an integer with thousands separators; empty for anything else."""
     if isinstance(value, int):
         return f"{value:,}"
     return digits(value) if isinstance(value, float) else ""
 
 
 def digits(value: float, count: int = 4) -> str:
-    """A number with `count` significant digits, or with all digits before the point. Only below 0.0001 it has an exponent."""
+    """Format a number with `count` significant digits, or with all digits before the point; below 0.0001 with an exponent."""
     text = f"{value:.{count}g}"
     return f"{value:,.0f}" if "e+" in text else text
 
@@ -96,13 +102,13 @@ def bracketed(ends: tuple[float, float] | None, digits: int = 0) -> str:
 
 
 def percent(share: float, ends: Sequence[float] | None = None) -> str:
-    """A share in percent, with the ends of its interval if it has one."""
+    """Format a share in percent, with the ends of its interval if it has one."""
     interval = "" if ends is None else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
     return f"{100 * share:.1f} %{interval}"
 
 
 def count(value: Any) -> str:
-    """An integer with thousands separators; empty for None."""
+    """Format an integer with thousands separators; empty for None."""
     return f"{value:,}" if isinstance(value, int) else "" if value is None else md(str(value))
 
 

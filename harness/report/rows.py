@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.report.markdown import axes, named
 from kvbench.harness.report.pairing import scores_all, stride_of, task_version
 from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
@@ -32,9 +33,8 @@ def short_names(policies: Sequence[Row]) -> list[str]:
         settings = _settings(row)
         is_axis = row.cell.codec is not None or not row.cell.stored  # that of a cache from elsewhere follows from its parameters
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
-        named = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
-        extra = ", ".join(f"{key} {settings[key]}" for key in named)
-        names.append(visible(without_folder(row.cell.policy) + (f" ({extra})" if extra else "")))
+        shown = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
+        names.append(named(without_folder(row.cell.policy), [f"{key} {settings[key]}" for key in shown]))
     return names
 
 
@@ -58,9 +58,7 @@ def without_folder(name: str) -> str:
 
 def _settings(row: Row) -> dict[str, object]:
     """Everything in which two rows of one policy and capacity can differ."""
-    cell = row.cell
-    axes = {"evict": cell.evicts, "kv": cell.stored or None, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
-    return {**cell.settings, **axes}
+    return {**row.cell.settings, **axes(row.cell), "kv": row.cell.stored or None}
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,11 @@ class Row:
     def latency(self) -> Record | None:
         """Its first record with step times."""
         return next((r for r in self.records if r.measures(StepMetrics)), None)
+
+    @property
+    def id(self) -> str:
+        """Identifier of the row within its question: the first cell's id, shortened."""
+        return self.records[0].cell_id[:8]
 
     @property
     def cell(self) -> CellSpec:
@@ -135,9 +138,10 @@ class Row:
 
 def rows(records: Sequence[Record]) -> list[Row]:
     """Return a row per policy and capacity, in the order of the records, which are of one suite, model and machine."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
+
+    def key(record: Record) -> str:
         cell = record.cell
-        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evicts, cell.stored]
-        groups.setdefault(repr(key), []).append(record)
-    return [Row(group) for group in groups.values()]
+        axes = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evicts, cell.stored]
+        return repr(axes)
+
+    return [Row(group) for group in grouped(records, key).values()]

@@ -15,11 +15,11 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import equal_bytes, words
-from kvbench.harness.report.feed.question import Question, loss, questions, reference
-from kvbench.harness.report.feed.row import Placed, cell_json, dense_bytes, figure, perplexity, provenance_json, row_id, row_json
+from kvbench.harness.report.feed.question import Question, questions, reference
+from kvbench.harness.report.feed.row import cell_json, figure, provenance_json, row_json
 from kvbench.harness.report.feed.words import finding, origin, size
 from kvbench.harness.report.markdown import model_name
-from kvbench.harness.report.rows import Row, short_names
+from kvbench.harness.report.rows import Row
 from kvbench.harness.report.sections import groups
 
 VERSION = 3  # raised when a reader of the version before would misread the feed
@@ -30,9 +30,9 @@ NAME = "kv-bench"  # its first field, by which a file is recognised
 def feed(records: Iterable[Record]) -> dict[str, Any]:
     """Return the feed of records of all suites and models: plain JSON, with the newest record of each cell."""
     records = list(records)
-    asked_questions, shown = questions(records), list(itertools.chain.from_iterable(groups(records)))
-    answered = answers(asked_questions)
-    shapes = [question.first.facts.kv_shapes or () for question in asked_questions]
+    open_questions, shown = questions(records), list(itertools.chain.from_iterable(groups(records)))
+    answered = answers(open_questions)
+    shapes = [question.first.facts.kv_shapes or () for question in open_questions]
     token_numbers = [sum(s.layers * s.heads * (s.key_dim + s.value_dim) for s in layers) for layers in shapes]
     cells = [cell_json(record) for record in shown]
     policies = sorted({row["policy"] for question in answered["questions"] for row in rows_of(question)})
@@ -50,15 +50,15 @@ def feed(records: Iterable[Record]) -> dict[str, Any]:
     return visible_data
 
 
-def answers(asked_questions: Sequence[Question]) -> dict[str, Any]:
+def answers(open_questions: Sequence[Question]) -> dict[str, Any]:
     """Return the part of a feed that answers questions: each question, and the questions at equal bytes."""
-    formats = [equal_bytes.as_json(together) for together in equal_bytes.together(asked_questions)]
-    answered: dict[str, Any] = make_visible({"questions": [_question(q) for q in asked_questions], "equal_bytes": formats})
+    formats = [equal_bytes.as_json(together) for together in equal_bytes.together(open_questions)]
+    answered: dict[str, Any] = make_visible({"questions": [_question(q) for q in open_questions], "equal_bytes": formats})
     return answered
 
 
 def text(data: dict[str, Any]) -> str:
-    """The content of `feed.json`: one line a question or cell, so that changes are readable."""
+    """Return the content of `feed.json`: one line per question or cell, so that changes are readable."""
     head = {name: value for name, value in data.items() if name not in _LISTS}
     lists = [
         f'"{name}": [\n' + ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in data[name]) + "\n]"
@@ -99,52 +99,39 @@ def rows_of(question: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _question(question: Question) -> dict[str, Any]:
-    """A question with its budgets and references."""
-    names = {row_id(row): name for row, name in zip(question.rows, short_names(question.rows), strict=True)}
-    whole, measured = dense_bytes(question)
-    references = [Placed(r, names[row_id(r)], None, loss(question, r, question.dense)) for r in question.references]
-    heading = f"{model_name(question.first)}, {words.subject(question)}"
+    """Return the feed's entry of a question, with its budgets and references."""
     return {
         **words.identity(question),
         "machine": visible(question.machine),
         "about": words.about(question),
-        "dense_bytes": whole,
-        "dense_measured": measured,
-        "references": [row_json(question, placed, names) for placed in references],
-        "budgets": [_budget(question, capacity, names, heading) for capacity in question.capacities],
+        "dense_bytes": question.dense_bytes,
+        "dense_measured": question.dense is not None and bool(question.dense.kv_bytes),
+        "references": [row_json(question, row, None, question.dense) for row in question.references],
+        "budgets": [_budget(question, capacity) for capacity in question.capacities],
     }
 
 
-def _budget(question: Question, capacity: int | None, names: dict[str, str], heading: str) -> dict[str, Any]:
-    """Return the feed's entry of a capacity, with all policies, the best first."""
-    rows, base = question.at(capacity), reference(question, capacity)
-    ranks = question.ranks(capacity)
-    placed = [Placed(row, names[row_id(row)], ranks.get(question.numbers[id(row)]), loss(question, row, base)) for row in rows]
-    placed.sort(key=lambda p: _order(question, p))
-    whole, _ = dense_bytes(question)
+def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
+    """Return the feed's entry of a capacity, with all policies: best rank first, then the better figure."""
+    base, whole, ranks = reference(question, capacity), question.dense_bytes, question.ranks(capacity)
+
+    def order(row: Row) -> tuple[float, float, float]:
+        value, rank = question.figure(row), ranks.get(row.id)
+        return (math.inf if value is None else 0, math.inf if rank is None else rank[0], value or 0.0)
+
+    rows = sorted(question.at(capacity), key=order)
     most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
-    shown = [row_json(question, p, names) for p in placed]
+    shown = [row_json(question, row, ranks.get(row.id), base) for row in rows]
     sentence = finding(shown, question.measure)
+    changes = [question.change(second, first) for first, second in itertools.combinations(rows, 2)]
     return {
         "capacity": capacity,
         "kv_bytes": most,
         "kv_share": figure(most / whole) if most and whole else None,
-        "references": {row_id(row): figure(perplexity(question, row, capacity)) for row in question.references},
-        "reference": None if base is None else row_id(base),
+        "references": {row.id: figure(question.perplexity(row, capacity)) for row in question.references},
+        "reference": None if base is None else base.id,
         "rows": shown,
-        "pairs": [_pair(question, one.row, other.row) for one, other in itertools.combinations(placed, 2)],
+        "pairs": [x and [float(f"{end:.4g}") for end in (x.value, x.low, x.high) if end is not None] for x in changes],
         "finding": sentence,
-        "answer": f"At {size(capacity)}, {heading}: {sentence}",
+        "answer": f"At {size(capacity)}, {model_name(question.first)}, {words.subject(question)}: {sentence}",
     }
-
-
-def _pair(question: Question, one: Row, other: Row) -> list[float] | None:
-    """Return [value, low, high] of the other's loss; only the value if there is no interval; None if the two can't be paired."""
-    change = question.change(other, one)
-    return None if change is None else [float(f"{x:.4g}") for x in (change.value, change.low, change.high) if x is not None]
-
-
-def _order(question: Question, placed: Placed) -> tuple[float, float, float]:
-    """Best rank first, then the better figure; what was not measured comes last."""
-    value = question.figure(placed.row)
-    return (math.inf if value is None else 0, math.inf if placed.rank is None else placed.rank[0], value or 0.0)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.visible import visible
 from kvbench.harness.report.feed import words
-from kvbench.harness.report.feed.question import Question, loss_of
-from kvbench.harness.report.feed.row import answers_json, figure, loss_json, perplexity, row_id
+from kvbench.harness.report.feed.question import Question
+from kvbench.harness.report.feed.row import answers_json, figure, loss_json
 from kvbench.harness.report.feed.words import finding
 from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.ranks import Rank, corrected, ranks
@@ -60,14 +61,12 @@ class Formats:
 
 def together(questions: Iterable[Question]) -> list[Formats]:
     """Questions with more than one format and a dense cache in the model's dtype."""
-    groups: dict[str, list[Question]] = {}
-    for question in questions:
-        groups.setdefault(words.identifier(replace(question, stored="")), []).append(question)
-    return [formats for group in groups.values() if len(group) > 1 and (formats := _formats(group))]
+    groups = grouped(questions, lambda question: words.identifier(replace(question, stored=""))).values()
+    return [formats for group in groups if len(group) > 1 and (formats := _formats(group))]
 
 
 def _formats(group: Sequence[Question]) -> Formats | None:
-    rows = {row_id(row): row for question in group for row in (*question.rows, *question.coded)}
+    rows = {row.id: row for question in group for row in (*question.rows, *question.coded)}
     records = {record.cell_id: record for row in rows.values() for record in row.records}
     dense = next((row for row in rows.values() if row.cell.is_dense and not row.cell.stored and _held(row)), None)
     whole = replace(group[0], records=list(records.values()), rows=list(rows.values()), stored="")
@@ -77,8 +76,8 @@ def _formats(group: Sequence[Question]) -> Formats | None:
 def as_json(formats: Formats) -> dict[str, Any]:
     """Return the entry of the feed."""
     question = formats.whole
-    rows = {row_id(row): _row(formats, row) for row in question.rows if _held(row) and question.figure(row) is not None}
-    kept = {share: {row_id(row): row for row in formats.at(share)} for share in SHARES}
+    rows = {row.id: _row(formats, row) for row in question.rows if _held(row) and question.figure(row) is not None}
+    kept = {share: {row.id: row for row in formats.at(share)} for share in SHARES}
     shares = [share for share, largest in kept.items() if len({row.cell.stored for row in largest.values()}) > 1]
     return {
         **words.identity(question),
@@ -90,21 +89,22 @@ def as_json(formats: Formats) -> dict[str, Any]:
 
 
 def _row(formats: Formats, row: Row) -> dict[str, Any]:
-    """A row without its rank, which depends on the size."""
+    """Return the feed's entry of a row without its rank, which depends on the size."""
     question, held, whole = formats.whole, _held(row), _held(formats.dense)
     compared = None if row is formats.dense else question.comparison(formats.dense, row)
-    lost = None if compared is None else loss_of(question.measure, formats.dense, compared.among())
+    dense = formats.dense
+    lost = None if compared is None else loss_json(question.measure, row, dense, "dense", compared.among())
     return {
-        "id": row_id(row),
+        "id": row.id,
         "policy": visible(row.cell.policy),
         "name": _name(row),
         "stored": visible(row.cell.stored),
         "capacity": row.cell.capacity,
         "held_bytes": held,
         "kv_share": figure(held / whole) if held and whole else None,
-        "perplexity": figure(perplexity(question, row, formats.largest)),
+        "perplexity": figure(question.perplexity(row, formats.largest)),
         "answers": answers_json(row),
-        "loss": None if lost is None else loss_json(row, lost, {row_id(formats.dense): "dense"}),
+        "loss": lost,
     }
 
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
-from kvbench.harness.report.compare import MARKS
-from kvbench.harness.report.difference import Verdict, judge_interval
 from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, past_training
 from kvbench.harness.report.ranks import Change, Comparison, Pair, Rank, answer_comparison, corrected, nll_comparison, ranks
-from kvbench.harness.report.rows import Row, rows
+from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
-from kvbench.harness.report.verify import CACHELESS
+from kvbench.harness.report.verify import CACHELESS, kv_bytes
 
 CONTROL = "random"  # a policy that does no better gains nothing from choosing its tokens
 _MAX_NATS = 700  # the exponential of more overflows
@@ -28,45 +27,8 @@ _MAX_NATS = 700  # the exponential of more overflows
 Measure = Literal["perplexity", "answers"]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A paired difference to a reference; above 0 is worse.
-
-    Attributes:
-        to: the reference.
-        value: % of perplexity, or percentage points of right answers.
-        low: lower end of the 95 % interval; None if the text is too short for one, or streams are too few.
-        high: upper end.
-        nats: (mean, low, high) in nats per token; None for answers.
-        verdict: on the policy.
-    """
-
-    to: Row
-    value: float
-    low: float | None
-    high: float | None
-    nats: tuple[float, float | None, float | None] | None
-    verdict: Verdict
-
-
-def loss(question: Question, row: Row, base: Row | None) -> Loss | None:
-    """Return the loss of a row to another; None if the two can't be paired."""
-    change = None if base is None or row is base else question.change(row, base)
-    return None if base is None or change is None else loss_of(question.measure, base, change)
-
-
-def loss_of(measure: Measure, base: Row, change: Change) -> Loss:
-    """The change from a row, as a loss to it."""
-    of_text = measure == "perplexity"
-    verdict = judge_interval(change.low, change.high, MARKS["nll" if of_text else "accuracy"].margin)
-    ends = change.value, change.low, change.high
-    value, low, high = (None if x is None else percent(x) if of_text else 100 * x for x in ends)
-    assert value is not None
-    return Loss(base, value, low, high, ends if of_text else None, verdict)
-
-
 def percent(nats: float) -> float:
-    """A difference in nats per token, as % of perplexity."""
+    """Convert a difference in nats per token to % of perplexity."""
     return 100 * math.expm1(min(nats, _MAX_NATS))
 
 
@@ -130,7 +92,7 @@ class Question:
 
     @property
     def first(self) -> Record:
-        """A record that stands for what all of them share."""
+        """Record that stands for what all records share."""
         return next((r for r in self.records if r.status == "ok"), self.records[0])
 
     @cached_property
@@ -169,6 +131,25 @@ class Question:
             return None if row.perplexity is None else mean_nll(row.perplexity, start, self.common.read)
         return None if row.answers is None else 1 - row.answers.share
 
+    def perplexity(self, row: Row, capacity: int | None = None) -> float | None:
+        """Return the perplexity over the tokens of a budget (`figure`); None for answers."""
+        nll = self.figure(row, capacity) if self.measure == "perplexity" else None
+        return None if nll is None else math.exp(min(nll, _MAX_NATS))
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Shortest name of each row that tells it from the others of its capacity, by the row's id."""
+        return {row.id: name for row, name in zip(self.rows, short_names(self.rows), strict=True)}
+
+    @cached_property
+    def dense_bytes(self) -> int | None:
+        """Bytes of K and V that dense holds at the end of the text; without a measurement, from the shapes of its layers."""
+        if self.dense is not None and self.dense.kv_bytes:
+            return self.dense.kv_bytes
+        cell = self.first.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step", "kv": None})
+        facts = self.first.facts.model_copy(update={"method": None, "budgets": None})
+        return kv_bytes(replace(self.first, cell=cell, facts=facts))
+
     @cached_property
     def changes(self) -> dict[Pair, Change]:
         """Loss of the second of two caches of a capacity to the first, by their numbers, the first one smaller.
@@ -189,9 +170,10 @@ class Question:
         """The place of each row among `rows`, by `id`."""
         return {id(row): place for place, row in enumerate(self.rows)}
 
-    def ranks(self, capacity: int | None) -> dict[int, Rank | None]:
-        """Return the ranks of the caches of a capacity that have a figure, by their numbers."""
-        return ranks([self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None], self.changes)
+    def ranks(self, capacity: int | None) -> dict[str, Rank | None]:
+        """Return the ranks of the caches of a capacity that have a figure, by the rows' ids."""
+        rivals = [self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None]
+        return {self.rows[number].id: rank for number, rank in ranks(rivals, self.changes).items()}
 
     def comparison(self, a: Row, b: Row) -> Comparison | None:
         """Return the loss of b to a; None if the two can't be paired."""
@@ -218,7 +200,7 @@ class Question:
 
 
 def is_reference(record: Record) -> bool:
-    """Whether it has no capacity to compare at: the policy evicts nothing, or keeps no cache, or is somebody else's."""
+    """Return whether a record has no capacity to compare at: its policy evicts nothing, keeps no cache, or is somebody else's."""
     if record.facts.code is not None:
         return True
     return record.cell.policy == "dense" or record.cell.policy in CACHELESS or record.facts.method == "windows run afresh"
@@ -250,17 +232,14 @@ def _texts(part: Sequence[Record], machine: str) -> Iterator[Question]:
 
 
 def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
-    """A question for each task whose answers are right or wrong, and each time of evicting."""
-    tasks: dict[tuple[str, str], list[Record]] = {}
-    for record in part:
-        if _answers(record):
-            tasks.setdefault((section_key(record), record.data.source), []).append(record)
+    """Yield a question for each task whose answers are right or wrong, and each time of evicting."""
+    tasks = grouped((r for r in part if _answers(r)), lambda r: (section_key(r), r.data.source))
     for task in tasks.values():
         yield from _by_eviction("answers", task, [r for r in part if r.measures(StepMetrics)], machine)
 
 
 def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], machine: str) -> Iterator[Question]:
-    """A question for each time of evicting, mode of positions and codec, at which a cache was measured.
+    """Yield a question for each time of evicting, mode of positions and codec, at which a cache was measured.
 
     References evict nothing, so they are in all, but coded ones only where policies are coded alike. The first mode is that of
     the time of evicting (`groups.usual_positions`).
@@ -268,7 +247,7 @@ def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], 
     caches = {(r.cell.evicts, r.cell.positions, r.cell.stored) for r in subject if not is_reference(r) and r.status == "ok"}
     names = {id(r) for r in subject}
     for evicts, positions, stored in sorted(caches, key=lambda x: (x[0], x[2], x[1] != usual_positions(x[0]), x[1])):
-        several = len({mode for other, mode, _ in caches if other == evicts}) > 1
+        several = len({mode for moment, mode, _ in caches if moment == evicts}) > 1
         alike = [r for r in [*subject, *beside] if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
         together = [r for r in alike if r.cell.stored == stored or (is_reference(r) and not r.cell.stored)]
         measured = [row for row in rows(together) if any(id(r) in names for r in row.records)]

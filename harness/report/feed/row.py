@@ -6,75 +6,53 @@ import hashlib
 import math
 import re
 import statistics
-from dataclasses import dataclass, replace
 from typing import Any
 
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import sections
-from kvbench.harness.report.compare import round_ratios
+from kvbench.harness.report.compare import MARKS, round_ratios
+from kvbench.harness.report.difference import judge_interval
 from kvbench.harness.report.doubts import faults
-from kvbench.harness.report.feed.question import CONTROL, Loss, Question, is_reference, loss
+from kvbench.harness.report.feed.question import CONTROL, Measure, Question, is_reference, percent
 from kvbench.harness.report.feed.words import origin, task
 from kvbench.harness.report.markdown import task_name, title
-from kvbench.harness.report.ranks import Rank
+from kvbench.harness.report.ranks import Change, Rank
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
-from kvbench.harness.report.verify import kv_bytes
 
 _FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # of texts that a command needs
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A row of a question, placed among the others.
-
-    Attributes:
-        row: its records.
-        name: the shortest name that tells it from the others of its capacity.
-        rank: among the caches of its capacity.
-        loss: to the question's reference; None if it can't be paired with it.
-    """
-
-    row: Row
-    name: str
-    rank: Rank | None
-    loss: Loss | None
-
-
 def figure(value: float | None) -> float | None:
-    """A number with six digits; None if there is none, or it is not finite."""
+    """Round a number to six digits; None if there is none, or it is not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
-def row_id(row: Row) -> str:
-    """Identifies a row within its question: the first cell's id, shortened."""
-    return row.records[0].cell_id[:8]
-
-
-def row_json(question: Question, placed: Placed, names: dict[str, str]) -> dict[str, Any]:
-    """The row as the feed has it.
+def row_json(question: Question, row: Row, rank: Rank | None, base: Row | None) -> dict[str, Any]:
+    """Return the feed's entry of a row.
 
     Args:
-        question: that it answers.
-        placed: the row.
-        names: of all rows of the question, by id.
+        question: that the row answers.
+        row: records of the policy.
+        rank: among the caches of its capacity.
+        base: row that it is compared with; None without one.
     """
-    row, cell, whole = placed.row, placed.row.cell, dense_bytes(question)[0]
-    dense_loss = None if placed.loss and placed.loss.to is question.dense else loss(question, row, question.dense)
+    cell, whole = row.cell, question.dense_bytes
     return {
-        "id": row_id(row),
+        "id": row.id,
         "policy": visible(cell.policy),
-        "name": placed.name,
+        "name": question.names[row.id],
         "kind": "reference" if is_reference(row.records[0]) else "control" if cell.policy == CONTROL else "cache",
         "capacity": cell.capacity,
-        "rank": placed.rank and list(placed.rank),
-        "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
-        "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
-        "perplexity": figure(perplexity(question, row)),
+        "rank": rank and list(rank),
+        "loss": loss_to(question, row, base),
+        "loss_to_dense": None if base is question.dense else loss_to(question, row, question.dense),
+        "perplexity": figure(question.perplexity(row)),
         "stride": row.stride,
         "tokens_read": row.perplexity and row.perplexity.metrics.tokens_read,
         "answers": answers_json(row),
@@ -92,52 +70,42 @@ def row_json(question: Question, placed: Placed, names: dict[str, str]) -> dict[
     }
 
 
-def loss_json(row: Row, lost: Loss, names: dict[str, str]) -> dict[str, Any]:
-    """A loss: in % of perplexity or in percentage points, in nats per token, and the distance of the tokens that it is over."""
-    nats = None if lost.nats is None else [figure(x) for x in lost.nats]
-    capacity = lost.to.cell.capacity
-    elsewhere = "" if capacity in (None, row.cell.capacity) else f" at {capacity:,}"
-    return {
-        "to": row_id(lost.to),
-        "to_name": f"{names[row_id(lost.to)]}{elsewhere}",
-        "value": figure(lost.value),
-        "low": figure(lost.low),
-        "high": figure(lost.high),
-        "nats": nats,
-        "verdict": lost.verdict,
-        "stride": max(row.stride, lost.to.stride) if nats else 1,
-    }
+def loss_to(question: Question, row: Row, base: Row | None) -> dict[str, Any] | None:
+    """Return the feed's entry of a row's loss to another row; None if the two can't be paired."""
+    change = None if base is None or row is base else question.change(row, base)
+    return None if base is None or change is None else loss_json(question.measure, row, base, question.names[base.id], change)
 
 
-def dense_bytes(question: Question) -> tuple[int | None, bool]:
-    """Bytes of K and V that dense holds at the end of the text, and whether that was measured.
+def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Change) -> dict[str, Any]:
+    """Return the feed's entry of a loss: in % of perplexity or in percentage points, and in nats per token.
 
-    Without a measurement they follow from the shapes of the model's layers.
+    Args:
+        measure: of the question.
+        row: that loses.
+        base: row that it is compared with.
+        name: of that row.
+        change: from `base` to `row`, in nats per token or as a share of right answers.
     """
-    measured = None if question.dense is None else question.dense.kv_bytes
-    if measured:
-        return measured, True
-    record = question.first
-    whole = record.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step", "kv": None})
-    facts = record.facts.model_copy(update={"method": None, "budgets": None})
-    return kv_bytes(replace(record, cell=whole, facts=facts)), False
-
-
-def perplexity(question: Question, row: Row, capacity: int | None = None) -> float | None:
-    """Over the tokens of a budget (`Question.figure`)."""
-    nll = question.figure(row, capacity) if question.measure == "perplexity" else None
-    return None if nll is None else math.exp(min(nll, 700))
+    of_text, ends = measure == "perplexity", (change.value, change.low, change.high)
+    value, low, high = (None if x is None else figure(percent(x) if of_text else 100 * x) for x in ends)
+    capacity = base.cell.capacity
+    return {
+        "to": base.id,
+        "to_name": name if capacity in (None, row.cell.capacity) else f"{name} at {capacity:,}",
+        "value": value,
+        "low": low,
+        "high": high,
+        "nats": [figure(x) for x in ends] if of_text else None,
+        "verdict": judge_interval(change.low, change.high, MARKS["nll" if of_text else "accuracy"].margin),
+        "stride": max(row.stride, base.stride) if of_text else 1,
+    }
 
 
 def answers_json(row: Row) -> list[dict[str, Any]]:
     """Right answers by task, with the 95 % interval of their share; its ends are None if there are too few streams for one."""
-    tasks: dict[str, list[Record]] = {}
-    for record in row.records:
-        metrics = record.measured(QuestionMetrics)
-        if metrics is not None and metrics.right is not None:
-            tasks.setdefault(task(record), []).append(record)
+    answered = (r for r in row.records if (metrics := r.measured(QuestionMetrics)) and metrics.right is not None)
     result = []
-    for name, records in tasks.items():
+    for name, records in grouped(answered, task).items():
         total = answers(records)
         assert total is not None
         low, high = total.ends or (None, None)
@@ -155,7 +123,7 @@ def _times_dense(question: Question, row: Row) -> list[float | None] | None:
 
 
 def cell_json(record: Record) -> dict[str, Any]:
-    """A measured cell: its main figure, and the command that measures it again."""
+    """Return the feed's entry of a measured cell: its main figure, and the command that measures it again."""
     cell = record.cell
     folder = _FOLDERS.get(cell.options.get("data", ""))
     texts = "" if folder is None else f" --data {folder}"

@@ -111,12 +111,12 @@ def task(record: Record) -> str:
 
 
 def evicting(evicts: str) -> str:
-    """When tokens are evicted, in words."""
+    """Return the moment of eviction in words."""
     return {"step": "at every step", "prompt": "once, after the prompt"}.get(evicts, evicts)
 
 
 def identity(question: Question) -> dict[str, Any]:
-    """What a question is about, as the feed has it."""
+    """Return the fields of the feed that identify a question."""
     cell = question.first.cell
     return {
         "id": identifier(question),
@@ -131,7 +131,7 @@ def identity(question: Question) -> dict[str, Any]:
 
 
 def identifier(question: Question) -> str:
-    """A readable, unique name for links. It stays the same when a cell is measured again."""
+    """Return a readable, unique name for links. It stays the same when a cell is measured again."""
     cell = question.first.cell
     text = question.first.data.ids_sha256 if question.measure == "perplexity" else ""
     unique = [cell.suite, cell.suite_version, cell.as_json()["model"], cell.options, text, question.evicts, question.machine]
@@ -140,19 +140,14 @@ def identifier(question: Question) -> str:
 
 
 def size(capacity: int | None) -> str:
-    """A budget, in words."""
+    """Return a budget in words."""
     return f"{capacity:,} tokens" if capacity is not None else "a budget that the prompt decides"
 
 
 def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
     """Describe which policy of a budget does best, its loss and its savings. rows: of the feed, in their order."""
-    judged = [row for row in rows if _value(row, measure) is not None]
+    judged = [row for row in rows if (row["answers"] if measure == "answers" else row["perplexity"] is not None)]
     return f"{_leaders(judged, measure)} {_price(judged[0], measure)}".strip() if judged else "Nothing was measured."
-
-
-def _value(row: dict[str, Any], measure: str) -> float | None:
-    value: float | None = row["perplexity"] if measure == "perplexity" else row["answers"][0]["share"] if row["answers"] else None
-    return value
 
 
 def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
@@ -189,46 +184,38 @@ def _price(row: dict[str, Any], measure: str) -> str:
 
 
 def _answered(row: dict[str, Any], measure: str) -> list[str]:
-    """The figure itself, where it says more than a difference: for answers, or without a reference."""
+    """State the figure itself, where it says more than a difference: for answers, or without a reference."""
     if measure == "answers":
         task = row["answers"][0]
+        share = f"answers {100 * task['share']:.0f} %"
         if task["low"] is None:
-            return [f"answers {100 * task['share']:.0f} % right ({too_few(task['streams'])})"]
-        return [f"answers {100 * task['share']:.0f} % [{100 * task['low']:.0f}, {100 * task['high']:.0f}] right"]
+            return [f"{share} right ({too_few(task['streams'])})"]
+        return [f"{share} [{100 * task['low']:.0f}, {100 * task['high']:.0f}] right"]
     return [f"has perplexity {digits(row['perplexity'])}"] if row["loss"] is None else []
 
 
 def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
-    """Compare the row with a reference: its perplexity, which is better if lower, or its right answers."""
+    """Compare the row with a reference: perplexity rises by a loss, right answers fall."""
     if loss is None:
         return []
     is_text = measure == "perplexity"
-    value, low, high = (loss[end] for end in (("value", "low", "high") if is_text else ("value", "high", "low")))
-    unit, to = " % of perplexity" if is_text else " points", f"{loss['to_name']}{_of_tokens(loss)}"
+    lost, low, high = (loss[end] for end in (("value", "low", "high") if is_text else ("value", "high", "low")))
+    change, *ends = ("" if x is None else signed(x if is_text else -x) for x in (lost, low, high))
+    unit = " % of perplexity" if is_text else " points"
+    to = loss["to_name"] + (f" (on one token in {loss['stride']})" if loss["stride"] > 1 else "")
     if low is None or high is None:
-        return [f"differs from {to} by {_change(value, is_text)}{unit} (no interval)"]
+        return [f"differs from {to} by {change}{unit} (no interval)"]
     if low * high <= 0:
-        ends = f"[{_change(low, is_text)}, {_change(high, is_text)}]"
-        return [f"is within the noise of {to} ({_change(value, is_text)}{unit} {ends})"]
+        return [f"is within the noise of {to} ({change}{unit} [{', '.join(ends)}])"]
     near, far = sorted((abs(low), abs(high)))
-    size_ = f"{_short(abs(value))}{' %' if is_text else ' points'} [{_short(near)}, {_short(far)}]"
+    amount = f"{_short(abs(lost))}{' %' if is_text else ' points'} [{_short(near)}, {_short(far)}]"
     if is_text:
-        return [f"has a perplexity {size_} {'above' if value > 0 else 'below'} that of {to}"]
-    return [f"is {size_} {'behind' if value > 0 else 'ahead of'} {to}"]
-
-
-def _change(loss: float, is_text: bool) -> str:
-    """Return the change of the figure with its sign: perplexity rises by a loss, right answers fall."""
-    return signed(loss if is_text else -loss)
-
-
-def _of_tokens(loss: dict[str, Any]) -> str:
-    """The tokens that a loss is over, if they are not those of the table."""
-    return f" (on one token in {loss['stride']})" if loss["stride"] > 1 else ""
+        return [f"has a perplexity {amount} {'above' if lost > 0 else 'below'} that of {to}"]
+    return [f"is {amount} {'behind' if lost > 0 else 'ahead of'} {to}"]
 
 
 def loss_text(loss: dict[str, Any]) -> str:
-    """A loss with its interval, for tables."""
+    """Return a loss with its interval, for tables."""
     short = "too short" if loss["nats"] else "too few streams"
     interval = short if loss["low"] is None else f"{signed(loss['low'])}, {signed(loss['high'])}"
     return f"{signed(loss['value'])}{' %' if loss['nats'] else ''} [{interval}]"
