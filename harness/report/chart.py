@@ -150,15 +150,34 @@ class Page:
     charts: list[Chart]
 
 
-def by_policy(channel: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """A channel that tells policies apart, as on every page; `themed` fills in the marks.
+def by_policy(kind: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Channel that tells policies apart, as on every page; `themed` fills in the marks.
 
     Args:
-        channel: color, strokeDash or shape.
+        kind: color, strokeDash or shape.
         pairs: (name in the chart, policy) of each.
     """
     names = [[name, policy] for name, policy in dict.fromkeys(pairs)]
-    return {"field": "policy", "type": "nominal", "sort": None, "title": "policy", "scale": {"marks": channel, "names": names}}
+    return channel("policy", "policy", "nominal", sort=None, scale={"marks": kind, "names": names})
+
+
+def channel(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
+    """Channel of an encoding. kind: quantitative, nominal or ordinal. more: the channel's scale, axis, legend or sort."""
+    return {"field": field, "type": kind, "title": title, **more}
+
+
+def log_axis(field: str, title: str, *, base: int = 10, padding: int = 0, **axis: Any) -> dict[str, Any]:
+    """Channel on a logarithmic axis.
+
+    Args:
+        field: of the values.
+        title: of the axis, with its unit.
+        base: of the logarithm.
+        padding: pixels between the data and the frame.
+        axis: the axis's ticks and labels; six ticks if empty.
+    """
+    scale = {"type": "log", "base": base, "nice": False, "padding": padding}
+    return channel(field, title, scale=scale, axis=axis or {"format": ",~g", "tickCount": 6})
 
 
 def themed(spec: dict[str, Any], theme: str) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.harness.core.durations import about
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, long_enough
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
@@ -17,7 +18,7 @@ from kvbench.harness.report.feed import answers, words
 from kvbench.harness.report.feed.question import Question, is_reference, questions
 from kvbench.harness.report.feed.words import size
 from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name
-from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, units
+from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, strided, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.sections import by_machine
 
@@ -59,53 +60,45 @@ class Closing:
 
 def closing(records: Sequence[Record]) -> Closing:
     """Summarize a run. records: those of cells that were already finished, too."""
-    groups = [(machine, mode, part) for machine, group in _comparable(records) for mode, part in _by_positions(group)]
-    subjects = [_subject(group) for _, _, group in groups]
+    models = grouped(records, lambda record: repr(record.cell.as_json()["model"])).values()
+    machines = [named_group for of_model in models for named_group in by_machine(of_model)]
+    parts = [
+        (machine, mode, part)
+        for machine, group in machines
+        for comparable in _comparable(group)
+        for mode, part in _by_positions(comparable)
+    ]
+    subjects = [_subject(part) for _, _, part in parts]
     several = len(set(subjects)) > 1
     tables = [
-        _table(group, subject if several else "", mode, machine)
-        for (machine, mode, group), subject in zip(groups, subjects, strict=True)
+        _table(part, (subject if several else "", mode, machine))
+        for (machine, mode, part), subject in zip(parts, subjects, strict=True)
     ]
-    for machine, together in ((machine, group) for machine, group in _of_one_model(records) if _has_overview(group)):
-        tables += [_overview(group, mode, machine) for mode, group in _by_positions(together)]
+    for machine, group in machines:
+        if _has_overview(group):
+            tables += [_overview(part, mode, machine) for mode, part in _by_positions(group)]
     return Closing(tables, [*_failures(records), *_flags(records)])
 
 
 def _subject(records: Sequence[Record]) -> str:
-    """The text of a table, or its tasks, those with the same words behind them together."""
+    """Text of a table, or its tasks; tasks that are asked in one manner are named together."""
     read = next((r for r in records if r.measures(NllMetrics)), None)
     if read is not None:
         prompt = read.cell.options.get("prompt")
         return words.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
-    labels = (words.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
-    tasks: dict[str, list[str]] = {}
-    for name, _, how in (label.partition(", ") for label in dict.fromkeys(labels)):
-        tasks.setdefault(how, []).append(name)
-    return "; ".join(", ".join([" and ".join(names), *([how] if how else [])]) for how, names in tasks.items())
+    labels = (words.task(r) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
+    tasks = grouped((label.partition(", ") for label in dict.fromkeys(labels)), lambda parts: parts[1:])
+    return "; ".join(f"{' and '.join(name for name, _, _ in same)}{comma}{manner}" for (comma, manner), same in tasks.items())
 
 
-def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
-    """(machine, records) of each table; the machine's name is empty if the run has only one.
-
-    A table has one model and one machine. It is split further if the run has several texts or ways to prompt.
-    """
-    for machine, group in _of_one_model(records):
-        parts: dict[str, list[Record]] = {}
-        for record in group:
-            parts.setdefault(_text_or_prompt(record), []).append(record)
-        several = sum(map(bool, parts)) > 1
-        if several and _has_overview(group):
-            parts.pop("", None)
-        yield from ((machine, part) for part in (parts.values() if several else [group]))
-
-
-def _of_one_model(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
-    """(machine, records) of each model on each machine."""
-    models: dict[str, list[Record]] = {}
-    for record in records:
-        models.setdefault(repr(record.cell.as_json()["model"]), []).append(record)
-    for same_model in models.values():
-        yield from by_machine(same_model)
+def _comparable(records: list[Record]) -> list[list[Record]]:
+    """Split the records of one model and machine into tables, if they have several texts or ways to prompt."""
+    parts = grouped(records, _text_or_prompt)
+    if sum(map(bool, parts)) < 2:
+        return [records]
+    if _has_overview(records):
+        parts.pop("", None)
+    return list(parts.values())
 
 
 def _has_overview(records: Sequence[Record]) -> bool:
@@ -119,12 +112,8 @@ def _has_overview(records: Sequence[Record]) -> bool:
 
 
 def _texts(records: Sequence[Record]) -> dict[str, Record]:
-    """The first record of each text, by what makes records of it comparable."""
-    first: dict[str, Record] = {}
-    for record in records:
-        if record.measures(NllMetrics):
-            first.setdefault(question(record), record)
-    return first
+    """First record of each text, by the question that makes records comparable."""
+    return {key: group[0] for key, group in grouped((r for r in records if r.measures(NllMetrics)), question).items()}
 
 
 def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
@@ -147,11 +136,8 @@ def _text_or_prompt(record: Record) -> str:
     return " ".join(str(options[name]) for name in record.cell.task.never_pooled_over if name in options)
 
 
-def _table(records: Sequence[Record], subject: str, positions: str, machine: str) -> Table:
-    """The table of comparable records.
-
-    The rest is for the heading, where the run has several: texts or tasks, modes of positions, machines.
-    """
+def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
+    """Table of comparable records. context: of the heading, as in `_costed`."""
     policies = _policies(records)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
     together, tasks = Question("perplexity", scored, policies, "", "", ""), {task for row in policies for task in _answered(row)}
@@ -169,7 +155,7 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     if any(nll and row.nll and not math.isclose(nll, row.nll, rel_tol=1e-6) for nll, row in zip(nlls, policies, strict=True)):
         notes.append("Perplexity in the table is over the tokens after the cache has filled.")
-    return _costed(policies, quality, (subject, positions, machine), [*_findings(records), *notes])
+    return _costed(policies, quality, context, [*_findings(records), *notes])
 
 
 def _overview(records: Sequence[Record], positions: str, machine: str) -> Table:
@@ -252,16 +238,10 @@ def _capacity(row: Row) -> str:
 
 
 def _perplexity(row: Row, nll: float | None) -> str:
-    """The perplexity; a dash where it has a trend, so that its mean depends on where reading stopped."""
-    if nll is None:
+    """Perplexity; a dash where it has a trend, so that its mean depends on where reading stopped."""
+    if nll is None or row.perplexity is None:
         return ""
-    return (
-        "–" if row.perplexity is not None and past_training(row.perplexity) else digits(math.exp(min(nll, 700))) + _of_tokens(row)
-    )
-
-
-def _of_tokens(row: Row) -> str:
-    return f" (1 token in {row.stride})" if row.stride > 1 else ""
+    return "–" if past_training(row.perplexity) else digits(math.exp(min(nll, 700))) + strided(row.perplexity)
 
 
 def _findings(records: Sequence[Record]) -> list[str]:
@@ -303,35 +283,29 @@ def _status(records: Sequence[Record]) -> str:
 
 
 def _failures(records: Sequence[Record]) -> list[str]:
-    """A line per policy and reason."""
-    reasons: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.status != "ok":
-            error = record.error or Failure(kind="", message="")
-            place = f" ({error.where})" if error.where else ""
-            reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
-            reasons.setdefault((without_folder(record.cell.policy), reason + place), []).append(record)
-    lines = []
-    for (policy, reason), failed in reasons.items():
-        cells = f"{len(failed)} cells" if len(failed) > 1 else _task(failed[0])
-        lines.append(visible(f"{policy} failed ({cells}): {reason}"))
-    return lines
+    """Describe failed cells in a line per policy and reason."""
+    failures = grouped((r for r in records if r.status != "ok"), lambda r: (without_folder(r.cell.policy), _reason(r)))
+    return [
+        visible(f"{policy} failed ({f'{len(failed)} cells' if len(failed) > 1 else failed[0].cell.task.name}): {reason}")
+        for (policy, reason), failed in failures.items()
+    ]
+
+
+def _reason(record: Record) -> str:
+    """Reason of a failure, with the place in the code."""
+    error = record.error or Failure(kind="", message="")
+    reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
+    return f"{reason} ({error.where})" if error.where else reason
 
 
 def _flags(records: Sequence[Record]) -> list[str]:
-    """A line per task and kind of flag; flags are of one kind if they agree up to the first colon or digit."""
-    kinds: dict[tuple[str, str], list[tuple[Record, str]]] = {}
-    for record in records:
-        for flag in record.metrics.flags:
-            kind = flag.split(":")[0].rstrip("0123456789,. ")
-            kinds.setdefault((_task(record), kind), []).append((record, flag))
+    """Describe flags in a line per task and kind; flags of one kind agree up to the first colon or digit."""
+    flags = (
+        (record.cell.task.name, flag, without_folder(record.cell.policy)) for record in records for flag in record.metrics.flags
+    )
     lines = []
-    for (task, _), flagged in kinds.items():
-        names = list(dict.fromkeys(without_folder(record.cell.policy) for record, _ in flagged))
+    for (task, _), flagged in grouped(flags, lambda named: (named[0], named[1].split(":")[0].rstrip("0123456789,. "))).items():
+        names = list(dict.fromkeys(policy for _, _, policy in flagged))
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         lines.append(visible(f"{', '.join(names[:_MAX_NAMES])}{more} flagged ({task}): {flagged[0][1]}"))
     return lines
-
-
-def _task(record: Record) -> str:
-    return record.cell.task.name

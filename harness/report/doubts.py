@@ -117,18 +117,16 @@ def _doubts(record: Record) -> Iterator[str]:
         )
 
 
-def _too_hard(dense: Record) -> Iterator[str]:
-    metrics = dense.measured(ScoreMetrics)
-    share = None if metrics is None else metrics.accuracy
-    if share is not None and share < FLOOR:
-        yield f"dense can't: it answers {100 * share:.0f} % right, so answers to these questions say little about policies"
-
-
 def _flagged(record: Record, of_model: Sequence[str], dense: Record | None) -> Record:
     """Return the record with the doubts about it among its flags. dense: of the same questions or text, if there is one."""
     if record.status != "ok":
         return record
-    doubts = [*dict.fromkeys(of_model), *(() if dense is None else _too_hard(dense)), *_eviction_flags(record, dense)]
+    score = None if dense is None else dense.measured(ScoreMetrics)
+    doubts = [*dict.fromkeys(of_model)]
+    if score is not None and score.accuracy is not None and score.accuracy < FLOOR:
+        right = f"{100 * score.accuracy:.0f} % right"
+        doubts.append(f"dense can't: it answers {right}, so answers to these questions say little about policies")
+    doubts += _eviction_flags(record, dense)
     flags = [*record.metrics.flags, *doubts]
     return replace(record, metrics=record.metrics.model_copy(update={"flags": flags})) if doubts else record
 

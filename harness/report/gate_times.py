@@ -71,16 +71,11 @@ def learn_bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
     for cell_id, is_dense in {r.cell_id: r.cell.is_dense for run in runs for r in run}.items():
         logs = [math.log(x) for run in runs for r in run if r.cell_id == cell_id and (x := ratio(r, run)) is not None]
         if logs:
-            bands[cell_id] = _band(logs, _MIN_HALF_WIDTH_DENSE if is_dense else _MIN_HALF_WIDTH)
+            spread = _HALF_WIDTH_SDS * float(np.std(logs, ddof=1)) if len(logs) > 1 else _HALF_WIDTH_OF_ONE_RUN
+            half_width, median = max(_MIN_HALF_WIDTH_DENSE if is_dense else _MIN_HALF_WIDTH, spread), float(np.median(logs))
+            low, middle, high = (round(math.exp(x), 5) for x in (median - half_width, median, median + half_width))
+            bands[cell_id] = Band(ratio=middle, low=low, high=high, runs=len(logs))
     return bands
-
-
-def _band(log_ratios: Sequence[float], min_half_width: float) -> Band:
-    median = float(np.median(log_ratios))
-    spread = _HALF_WIDTH_SDS * float(np.std(log_ratios, ddof=1)) if len(log_ratios) > 1 else _HALF_WIDTH_OF_ONE_RUN
-    half_width = max(min_half_width, spread)
-    low, middle, high = (round(math.exp(x), 5) for x in (median - half_width, median, median + half_width))
-    return Band(ratio=middle, low=low, high=high, runs=len(log_ratios))
 
 
 def ratio(record: Record, run: Sequence[Record]) -> float | None:
@@ -135,15 +130,10 @@ def _state(value: float, low: float, high: float) -> State:
 
 def _prompt(pair: Pair) -> Iterator[Result]:
     """Compare the time to the first token, in forward passes over a token."""
-    base, now = (_first_token_passes(record) for record in (pair.base, pair.now))
-    if base and now and not pair.setup_changes:
-        yield _slower("prompt", now / base, (1 / MAX_PROMPT_SLOWDOWN, MAX_PROMPT_SLOWDOWN), "forward passes")
-
-
-def _first_token_passes(record: Record) -> float | None:
-    """Return the time to the first token, in forward passes over a token; None if a record lacks either."""
-    times = record.measured(StepMetrics)
-    return times.first_token_ms / float(np.median(times.forward_ms)) if times and times.forward_ms else None
+    times = [record.measured(StepMetrics) for record in (pair.base, pair.now)]
+    passes = [t.first_token_ms / float(np.median(t.forward_ms)) for t in times if t and t.forward_ms]
+    if len(passes) == 2 and all(passes) and not pair.setup_changes:
+        yield _slower("prompt", passes[1] / passes[0], (1 / MAX_PROMPT_SLOWDOWN, MAX_PROMPT_SLOWDOWN), "forward passes")
 
 
 def _evaluation(pair: Pair) -> Result:

@@ -28,7 +28,7 @@ _SHADES = ["#e6eaee", "#9ecae1", "#0072b2", "#08306b"]  # from no KV head to all
 
 
 def arrow() -> tuple[Any, Any]:
-    """The modules pyarrow and pyarrow.parquet.
+    """Return the modules pyarrow and pyarrow.parquet.
 
     Raises:
         UserError: pyarrow is not installed.
@@ -78,7 +78,7 @@ class Map:
         return cls(*arrays)
 
     def of_stream(self, stream: int) -> Map:
-        """The part of one stream.
+        """Return the part of one stream.
 
         Raises:
             UserError: there is none.
@@ -90,7 +90,7 @@ class Map:
 
 
 def map_file(record: Record, folder: Path) -> Path:
-    """The file of a record's keep map.
+    """Return the file of a record's keep map.
 
     Args:
         record: of the cell.
@@ -110,14 +110,14 @@ def map_file(record: Record, folder: Path) -> Path:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The table: {"stream", "step", "layer", "head", "positions"}, by step, layer, stream and head."""
+    """Return the table: {"stream", "step", "layer", "head", "positions"}, by step, layer, stream and head."""
     _, parquet = arrow()
     table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     return table
 
 
 def evictions(kept: Map) -> NDArray[np.int32]:
-    """The step after which each token was evicted; the number of steps if it never was. [L, H, N].
+    """Return the step after which each token was evicted; the number of steps if it never was. [L, H, N].
 
     Args:
         kept: of one stream, with every step.
@@ -137,7 +137,7 @@ def evictions(kept: Map) -> NDArray[np.int32]:
 
 
 def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[int]:
-    """The capacities that the record's layers were bound to: the cell's, and that of layers with a sliding window.
+    """Return the capacities that the record's layers were bound to: the cell's, and that of layers with a sliding window.
 
     Args:
         record: of the cell.
@@ -169,92 +169,65 @@ def draw(kept: Map, title: str, path: Path) -> None:
 def specification(kept: Map, title: str) -> dict[str, Any]:
     """Vega-Lite: a panel a layer; position against step, shaded by the share of KV heads that hold the position."""
     layers = int(kept.layer.max()) + 1
-    step = {"field": "step", "type": "ordinal", "title": "after step", "axis": _STEP_LABELS}
-    share = {
-        "field": "share",
-        "type": "quantitative",
-        "title": "share of KV heads",
-        "scale": {"domain": [0, 1], "range": _SHADES, "interpolate": "rgb"},
-        "legend": {"format": ".0%"},
-    }
+    scale = {"domain": [0, 1], "range": _SHADES, "interpolate": "rgb"}
     panel = {
         "width": _PANEL_PIXELS,
         "height": _PANEL_PIXELS,
         "mark": {"type": "rect"},
         "encoding": {
-            "x": step,
-            "y": {"field": "low", "type": "quantitative", "title": "position", "scale": {"nice": False}},
+            "x": chart.channel("step", "after step", "ordinal", axis=_STEP_LABELS),
+            "y": chart.channel("low", "position", scale={"nice": False}),
             "y2": {"field": "high"},
-            "color": share,
+            "color": chart.channel("share", "share of KV heads", scale=scale, legend={"format": ".0%"}),
         },
     }
-    facet = {"field": "layer", "type": "ordinal", "header": {"titleFontSize": 0, "labelExpr": "'layer ' + datum.value"}}
-    width = _band_width(_columns(kept))
+    header = {"titleFontSize": 0, "labelExpr": "'layer ' + datum.value"}
+    held, columns, width = shares(kept)
     subtitle = f"A band of {width} positions has the shade of the one that most KV heads hold." if width > 1 else ""
     return {
         "title": {"text": title, "subtitle": subtitle, "subtitleColor": _GREY},
-        "data": {"values": list(_bars(kept))},
-        "facet": facet | {"title": None},
+        "data": {"values": list(_bars(held, columns, width))},
+        "facet": chart.channel("layer", None, "ordinal", header=header),
         "columns": min(4, layers),
         "spacing": _SPACING_PIXELS,
         "spec": panel,
     }
 
 
-def shares(kept: Map) -> tuple[NDArray[np.float64], list[int]]:
-    """Share of the KV heads that hold a position, [L, C, bands], and the steps of the C columns.
-
-    A band of positions has the share of the one that most KV heads hold.
-    """
-    columns = _columns(kept)
-    return _shares(kept, columns, _band_width(columns)), columns.tolist()
-
-
-def _bars(kept: Map) -> Iterator[dict[str, Any]]:
-    """The bars of all panels: what has been read, then bands of positions that are held, neighbours of one shade joined."""
-    columns = _columns(kept)
-    width = _band_width(columns)
-    shares = _shares(kept, columns, width)
-    for layer, of_layer in enumerate(shares):
-        for step, of_step in zip(columns.tolist(), of_layer, strict=True):
-            place = {"layer": layer, "step": step}
-            yield place | {"low": 0, "high": step + 1, "share": 0}
-            for share, bands in itertools.groupby(range(len(of_step)), key=lambda b, s=of_step: round(float(s[b]), 3)):  # type: ignore[misc]
-                if share:
-                    band = list(bands)
-                    yield place | {"low": band[0] * width, "high": min((band[-1] + 1) * width, step + 1), "share": share}
-
-
-def _band_width(columns: NDArray[np.int64]) -> int:
-    """Positions that share a band of the picture."""
-    return -(-(int(columns[-1]) + 1) // _MAX_BANDS)
-
-
-def _columns(kept: Map) -> NDArray[np.int64]:
-    """The steps that are drawn, the last one included. [C]."""
-    steps = np.unique(kept.step)
-    if len(steps) <= _MAX_COLUMNS:
-        return steps
-    return steps[np.ceil(len(steps) * np.arange(1, _MAX_COLUMNS + 1) / _MAX_COLUMNS).astype(int) - 1]
-
-
-def _shares(kept: Map, columns: NDArray[np.int64], width: int) -> NDArray[np.float64]:
+def shares(kept: Map) -> tuple[NDArray[np.float64], list[int], int]:
     """Share of the KV heads that hold a position, the largest of a band, so that one token among many is seen.
 
     Args:
         kept: of one stream.
-        columns: steps. [C].
-        width: positions of a band.
 
     Returns:
-        [L, C, bands].
+        Shares [L, C, bands], the steps of the C columns, the last one included, and the number of positions in a band.
     """
-    layers, bands = int(kept.layer.max()) + 1, -(-(int(columns[-1]) + 1) // width)
+    steps = np.unique(kept.step)
+    if len(steps) > _MAX_COLUMNS:
+        steps = steps[np.ceil(len(steps) * np.arange(1, _MAX_COLUMNS + 1) / _MAX_COLUMNS).astype(int) - 1]
+    width = -(-(int(steps[-1]) + 1) // _MAX_BANDS)
+    layers, bands = int(kept.layer.max()) + 1, -(-(int(steps[-1]) + 1) // width)
     positions = bands * width
-    largest = np.empty((layers, len(columns), bands))
-    for column, step in enumerate(columns):
+    largest = np.empty((layers, len(steps), bands))
+    for column, step in enumerate(steps):
         in_step = kept.step == step
         held = np.bincount(kept.layer[in_step] * positions + kept.position[in_step], minlength=layers * positions)
         largest[:, column] = held.reshape(layers, bands, width).max(-1)
     heads = np.array([len(np.unique(kept.head[kept.layer == layer])) for layer in range(layers)])
-    return largest / heads[:, None, None]
+    return largest / heads[:, None, None], steps.tolist(), width
+
+
+def _bars(held: NDArray[np.float64], columns: list[int], width: int) -> Iterator[dict[str, Any]]:
+    """Yield the bars of all panels: what has been read, then bands of positions that are held, neighbours of one shade joined.
+
+    The arguments are those that `shares` returns.
+    """
+    for layer, of_layer in enumerate(held):
+        for step, of_step in zip(columns, of_layer, strict=True):
+            column = {"layer": layer, "step": step}
+            yield column | {"low": 0, "high": step + 1, "share": 0}
+            for share, bands in itertools.groupby(range(len(of_step)), key=lambda b, s=of_step: round(float(s[b]), 3)):  # type: ignore[misc]
+                if share:
+                    band = list(bands)
+                    yield column | {"low": band[0] * width, "high": min((band[-1] + 1) * width, step + 1), "share": share}

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.report.chart import Chart, Page, page
 from kvbench.harness.report.feed.words import loss_text, size
 from kvbench.harness.report.loss_charts import over_budgets, over_bytes
@@ -111,11 +112,11 @@ def _line(question: dict[str, Any], site: str) -> str:
 
 def _flagged(question: dict[str, Any], budget: dict[str, Any]) -> str:
     """Describe faults of a budget's rows and of the references they are compared with; empty if there are none."""
-    by_status: dict[str, list[str]] = {}
-    for row in (*budget["rows"], *question["references"]):
-        if row["status"] != "ok":
-            by_status.setdefault(row["status"], []).append(row["name"])
-    return "".join(f" **Flagged**, {md(', '.join(names))}: {md(status)}." for status, names in by_status.items())
+    flagged = (row for row in (*budget["rows"], *question["references"]) if row["status"] != "ok")
+    return "".join(
+        f" **Flagged**, {md(', '.join(row['name'] for row in rows))}: {md(status)}."
+        for status, rows in grouped(flagged, lambda row: row["status"]).items()
+    )
 
 
 def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record
 from kvbench.harness.records.beside import TraceFile, open_trace
+from kvbench.harness.report.chart import channel
 
 SUFFIX = ".attention.npz"
 
 
 def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[int]) -> NDArray[np.float32]:
-    """The mean logits in a record's trace. [L, M, M].
+    """Return the mean logits in a record's trace. [L, M, M].
 
     Args:
         record: of the task attention.
@@ -42,9 +43,9 @@ def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[i
             logits: NDArray[np.float32] = noted["logits"]
     except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path}: can't be read ({str(error) or 'empty'}); measure the cell again with --fresh") from None
-    for what, given, count in (("layer", layers, len(logits)), ("head", () if head is None else (head,), logits.shape[1])):
-        if any(x >= count for x in given):
-            raise UserError(f"--{what} {max(given)}: the model has {count}, counted from 0")
+    for name, numbers, count in (("layer", layers, len(logits)), ("head", () if head is None else (head,), logits.shape[1])):
+        if any(number >= count for number in numbers):
+            raise UserError(f"--{name} {max(numbers)}: the model has {count}, counted from 0")
     return logits.mean(1) if head is None else logits[:, head]
 
 
@@ -56,32 +57,27 @@ def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict
         layers: to draw.
         title: of the picture.
     """
-    panels = []
-    for layer in layers:
-        values = [
-            {"query": int(q), "key": int(k), "logit": round(float(logits[layer, q, k]), 3)}
-            for q, k in np.argwhere(np.isfinite(logits[layer]))
-        ]
-        axis = {"type": "ordinal", "axis": {"labelOverlap": True, "labelAngle": 0, "ticks": False}}
-        panels.append(
-            {
-                "title": f"layer {layer}",
-                "data": {"values": values},
-                "mark": "rect",
-                "width": 180,
-                "height": 180,
-                "encoding": {
-                    "x": {"field": "key", **axis, "title": "token attended to"},
-                    "y": {"field": "query", **axis, "title": "query"},
-                    "color": {
-                        "field": "logit",
-                        "type": "quantitative",
-                        "title": "mean logit",
-                        "scale": _logit_scale(logits[layer]),
-                    },
-                },
-            }
-        )
+    axis = {"labelOverlap": True, "labelAngle": 0, "ticks": False}
+    panels = [
+        {
+            "title": f"layer {layer}",
+            "data": {
+                "values": [
+                    {"query": int(q), "key": int(k), "logit": round(float(logits[layer, q, k]), 3)}
+                    for q, k in np.argwhere(np.isfinite(logits[layer]))
+                ]
+            },
+            "mark": "rect",
+            "width": 180,
+            "height": 180,
+            "encoding": {
+                "x": channel("key", "token attended to", "ordinal", axis=axis),
+                "y": channel("query", "query", "ordinal", axis=axis),
+                "color": channel("logit", "mean logit", scale=_logit_scale(logits[layer])),
+            },
+        }
+        for layer in layers
+    ]
     return {
         "title": {"text": title},
         "concat": panels,
@@ -91,6 +87,6 @@ def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict
 
 
 def _logit_scale(logits: NDArray[np.float32]) -> dict[str, Any]:
-    """Logits have a sign: two colours that meet at 0."""
+    """Scale of signed logits: two colours that meet at 0."""
     most = float(np.nanmax(np.abs(logits))) or 1.0
     return {"domain": [-most, most], "scheme": "redblue", "domainMid": 0}

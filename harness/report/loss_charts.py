@@ -40,7 +40,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     several = len(sizes) > 1
     shown = [row for row in shown if row["capacity"] is not None] if sizes else shown
     unit = "perplexity lost to {}, %" if question["measure"] == "perplexity" else "points of right answers lost to {}"
-    lost = {"field": "loss", "type": "quantitative", "title": unit.format(shown[0]["loss"]["to_name"])}
+    lost = chart.channel("loss", unit.format(shown[0]["loss"]["to_name"]))
     spec = _lines(shown, lost) if several else _intervals(shown, lost)
     names = ", ".join(dict.fromkeys(row["name"] for row in shown))
     alt = f"What each policy loses of {question['model']}, {question['subject']}, at each budget: {names}. 0 is no loss."
@@ -48,7 +48,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
 
 
 def _typical(losses: list[float]) -> float:
-    """The largest loss that is not far beyond the others."""
+    """Return the largest loss that is not far beyond the others."""
     for smaller, larger in itertools.pairwise(losses):
         if larger > _FAR * max(smaller, losses[len(losses) // 2], _NEAR_ZERO):
             return smaller
@@ -73,54 +73,55 @@ def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
     """Loss over the budget, which is labelled in tokens and in bytes."""
     values = sorted(_values(rows), key=lambda v: (v["policy"], v["capacity"]))
     ticks = {f"{v['capacity']:g}": [f"{v['capacity']} tokens", *([f"{v['kib']:,.0f} KiB"] if v["kib"] else [])] for v in values}
-    x = {
-        "field": "capacity",
-        "type": "quantitative",
-        "title": "kept",
-        "axis": {"values": sorted({v["capacity"] for v in values}), "labelExpr": f"({json.dumps(ticks)})[datum.value]"},
-        "scale": {"type": "log", "base": 2, "nice": False, "padding": 24},
-    }
-    pairs = [(row["name"], row["policy"]) for row in rows]
-    colour, *others = (chart.by_policy(channel, pairs) for channel in ("color", "strokeDash", "shape"))
-    both = {"x": x, "color": colour}
-    line = both | {"y": lost, "strokeDash": others[0], "shape": others[1]}
-    return {
-        "width": 560,
-        "height": 260,
-        "data": {"values": values},
-        "layer": [
-            {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"y": lost}},
-            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": both | _ends("y", lost)},
-            {"mark": {"type": "line", "strokeWidth": 2.5, "point": {"size": 60}}, "encoding": line},
-        ],
-    }
+    labels = f"({json.dumps(ticks)})[datum.value]"
+    x = chart.log_axis("capacity", "kept", base=2, padding=24, values=sorted({v["capacity"] for v in values}), labelExpr=labels)
+    channels = {kind: chart.by_policy(kind, _pairs(rows)) for kind in ("color", "strokeDash", "shape")}
+    line = {"type": "line", "strokeWidth": 2.5, "point": {"size": 60}}
+    return {"width": 560, "height": 260} | _layers(values, "y", lost, {"x": x}, line, channels)
 
 
 def _intervals(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
-    """An interval a policy, in the order of the table."""
-    pairs = [(row["name"], row["policy"]) for row in rows]
-    y = {"field": "policy", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260}}
-    colour, shape = ({**chart.by_policy(channel, pairs), "legend": None} for channel in ("color", "shape"))
+    """Interval of each policy, in the order of the table."""
+    y = chart.channel("policy", None, "nominal", sort=None, axis={"labelLimit": 260})
+    channels = {kind: {**chart.by_policy(kind, _pairs(rows)), "legend": None} for kind in ("color", "shape")}
     point = {"type": "point", "filled": True, "size": 70, "opacity": 1}
+    return {"width": 420, "height": {"step": 18}} | _layers(_values(rows), "x", lost, {"y": y}, point, channels)
+
+
+def _pairs(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Name and policy of each row."""
+    return [(row["name"], row["policy"]) for row in rows]
+
+
+def _layers(
+    values: list[dict[str, Any]],
+    axis: str,
+    lost: dict[str, Any],
+    across: dict[str, Any],
+    mark: dict[str, Any],
+    channels: dict[str, Any],
+) -> dict[str, Any]:
+    """Draw a line at 0, the interval of each loss, and the losses.
+
+    Args:
+        values: of the rows.
+        axis: x or y, along which losses are drawn.
+        lost: channel of the losses.
+        across: channel of the other axis.
+        mark: of a loss.
+        channels: that tell policies apart.
+    """
+    ends = {axis: {**lost, "field": "low"}, f"{axis}2": {"field": "high"}}
+    zero = {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {axis: lost}}
+    interval = {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": across | {"color": channels["color"]} | ends}
     return {
-        "width": 420,
-        "height": {"step": 18},
-        "data": {"values": _values(rows)},
-        "layer": [
-            {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"x": lost}},
-            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"y": y, "color": colour} | _ends("x", lost)},
-            {"mark": point, "encoding": {"y": y, "x": lost, "color": colour, "shape": shape}},
-        ],
+        "data": {"values": values},
+        "layer": [zero, interval, {"mark": mark, "encoding": across | {axis: lost} | channels}],
     }
 
 
-def _ends(axis: str, lost: dict[str, Any]) -> dict[str, Any]:
-    """Channels from the lower to the upper end of the interval."""
-    return {axis: {**lost, "field": "low"}, f"{axis}2": {"field": "high"}}
-
-
 def over_bytes(equal: dict[str, Any], name: str) -> chart.Chart:
-    """A colour per policy, a shape per format, and the best of each size.
+    """Draw a colour per policy, a shape per format, and the best of each size.
 
     Args:
         equal: an item of the feed's `equal_bytes`.
@@ -137,22 +138,12 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
     values.sort(key=lambda v: (v["share"], v["y"] if of_text else -v["y"]))
     stored = list(dict.fromkeys(v["format"] for v in sorted(values, key=lambda v: v["order"])))
     title = f"perplexity lost to dense, % (up to {_MOST_LOST})" if of_text else "right answers, %"
-    x = {
-        "field": "share",
-        "type": "quantitative",
-        "title": "bytes of K and V, of dense's",
-        "axis": {"values": _TICKS, "labelExpr": "datum.value == 1 ? '1' : '1/' + round(1 / datum.value)"},
-        "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
-    }
-    y = {"field": "y", "type": "quantitative", "title": title}
-    shape = {
-        "field": "format",
-        "type": "nominal",
-        "sort": None,
-        "title": "K and V",
-        "scale": {"domain": stored, "range": list(_FORMATS[: len(stored)])},
-    }
-    colour = {"field": "policy", "type": "nominal", "sort": None, "title": "policy", "legend": {"symbolType": "circle"}}
+    labels = "datum.value == 1 ? '1' : '1/' + round(1 / datum.value)"
+    x = chart.log_axis("share", "bytes of K and V, of dense's", base=2, padding=12, values=_TICKS, labelExpr=labels)
+    y = chart.channel("y", title)
+    formats = {"domain": stored, "range": list(_FORMATS[: len(stored)])}
+    shape = chart.channel("format", "K and V", "nominal", sort=None, scale=formats)
+    colour = chart.channel("policy", "policy", "nominal", sort=None, legend={"symbolType": "circle"})
     point = {"type": "point", "filled": False, "size": 60, "strokeWidth": 1.8, "opacity": 0.9}
     line = {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "strokeWidth": 1.2, "color": "#808080"}
     return {
@@ -164,7 +155,7 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(row: dict[str, Any], of_text: bool, dtype: str) -> dict[str, Any] | None:
-    """A point; None if the row has no share, or lost too much."""
+    """Return a point; None if the row has no share, or lost too much."""
     y = _lost(row) if of_text else 100 * row["answers"][0]["share"] if row["answers"] else None
     if y is None or not row["kv_share"] or (of_text and y > _MOST_LOST):
         return None
@@ -183,7 +174,7 @@ def _lost(row: dict[str, Any]) -> float | None:
 
 
 def _front(values: Sequence[dict[str, Any]], less_is_better: bool) -> list[dict[str, float]]:
-    """The best quality that any cache of at most so many bytes has."""
+    """Return the best quality that any cache of at most so many bytes has."""
     front: list[dict[str, float]] = []
     for value in values:
         if not front or ((value["y"] < front[-1]["y"]) == less_is_better and value["y"] != front[-1]["y"]):

@@ -5,6 +5,7 @@ Each YAML file in `published/` has one table with its source, and for each row a
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,23 +41,23 @@ def _training_curves() -> list[chart.Chart]:
         if "attention_to_first" in row
     ]
     panels = [
-        _panel(loss, list(steps), "loss", "loss, nats per token", {"type": "linear", "zero": False, "nice": False}),
-        _panel(attention, list(steps), "attention", "attention to the first token", {"type": "linear", "zero": True}),
+        _panel(loss, list(steps), "loss", "loss, nats per token", {"zero": False, "nice": False}),
+        _panel(attention, list(steps), "attention", "attention to the first token", {"zero": True}),
     ]
     alt = f"Training loss, and attention to the first token, over tokens seen, of {', '.join(steps)}."
     return [chart.Chart("pretraining", alt, {"hconcat": panels})]
 
 
-def _panel(values: list[dict[str, Any]], names: list[str], field: str, title: str, scale: dict[str, Any]) -> dict[str, Any]:
+def _panel(values: list[dict[str, Any]], names: list[str], field: str, title: str, zero: dict[str, Any]) -> dict[str, Any]:
     return {
         "width": 340,
         "height": 260,
         "data": {"values": values},
         "mark": {"type": "line", "strokeWidth": 1.5},
         "encoding": {
-            "x": {"field": "tokens", "type": "quantitative", "title": "million tokens"},
-            "y": {"field": field, "type": "quantitative", "title": title, "scale": scale},
-            "color": {"field": "model", "type": "nominal", "sort": names, "title": None},
+            "x": chart.channel("tokens", "million tokens"),
+            "y": chart.channel(field, title, scale={"type": "linear"} | zero),
+            "color": chart.channel("model", None, "nominal", sort=names),
         },
     }
 
@@ -72,7 +73,7 @@ not been measured here; the command below its table does that.
 
 
 def render(records: Iterable[Record]) -> chart.Page:
-    """The page in Markdown, with its charts."""
+    """Return the page in Markdown, with its charts."""
     current = [(record, _flat(record)) for record in newest(list(records))]
     lines: list[str | chart.Chart] = [_INTRODUCTION]
     for path in sorted(_FOLDER.glob("*.yaml")):
@@ -90,23 +91,16 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
     lines = []
     for row, ours, cells in zip(rows, values, matches, strict=True):
         yardsticks = None if base is None else (row["paper"][base], ours[base])
-        lines.append(
-            [row["label"], *(_cell(p, v, r, same_model, yardsticks) for p, v, r in zip(row["paper"], ours, cells, strict=True))]
-        )
+        line = (_cell(p, v, r, same_model, yardsticks) for p, v, r in zip(row["paper"], ours, cells, strict=True))
+        lines.append([row["label"], *line])
     for ratio in published.get("ratios", []):
         a, b = ratio["of"]
-        published_ratios = [_ratio(x, y) for x, y in zip(rows[a]["paper"], rows[b]["paper"], strict=True)]
-        our_ratios = [_ratio(x, y) for x, y in zip(values[a], values[b], strict=True)]
-        lines.append(
-            [f"*{ratio['label']}*", *(_cell(p, v, None, same_model) for p, v in zip(published_ratios, our_ratios, strict=True))]
-        )
-    wanted = [
-        record
-        for row, line in zip(rows, matches, strict=True)
-        for figure, record in zip(row["paper"], line, strict=True)
-        if figure is not None
-    ]
-    missing = sum(record is None for record in wanted)
+        published_ratios = map(_ratio, rows[a]["paper"], rows[b]["paper"])
+        line = (_cell(p, v, None, same_model) for p, v in zip(published_ratios, map(_ratio, values[a], values[b]), strict=True))
+        lines.append([f"*{ratio['label']}*", *line])
+    figures = [figure for row in rows for figure in row["paper"]]
+    wanted = [record for figure, record in zip(figures, itertools.chain(*matches), strict=True) if figure is not None]
+    missing = wanted.count(None)
     commands = "; ".join(f"`bench run {suite}`" for suite in _suites(published))
     devices = sorted({r.facts.device for line in matches for r in line if r is not None})
     head = ["", *(column["label"] for column in columns)]
@@ -145,19 +139,13 @@ def _flat(record: Record) -> dict[str, Any]:
 
 
 def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, Any]) -> Record | None:
-    """The first record with these options (`_flat`); evict defaults to every step, positions to "cache", the seed to 0."""
+    """Return the first record with these options (`_flat`); evict defaults to every step, positions to "cache", the seed to 0."""
     wanted = {"evict": None, "kv": None, "positions": "cache", "seed": 0} | wanted
-    for record, options in records:
-        for name, value in wanted.items():
-            if options.get(name) != value:
-                break
-        else:
-            return record
-    return None
+    return next((record for record, options in records if all(options.get(k) == v for k, v in wanted.items())), None)
 
 
 def _value(record: Record | None, published: dict[str, Any]) -> float | None:
-    """Our figure, on the paper's scale."""
+    """Return our figure, on the paper's scale."""
     if record is None or record.status != "ok":
         return None
     value = record.metrics.as_json().get(published["metric"])
@@ -171,7 +159,7 @@ def _ratio(a: Any, b: Any) -> float | None:
 def _cell(
     paper: Any, ours: float | None, record: Record | None, same_model: bool, base: tuple[Any, float | None] | None = None
 ) -> str:
-    """Published → ours with their difference or, given the row's base, both as multiples of that."""
+    """Return "published → ours" with their difference or, given the row's base, both as multiples of that."""
     quoted = f"{paper:,.2f}" if isinstance(paper, float) else f"{paper:,}" if isinstance(paper, int) else str(paper)
     theirs = "" if paper is None else f"*{quoted}{_multiple(paper, base and base[0])}*"
     if ours is None:

@@ -9,9 +9,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record, newest
 from kvbench.harness.records.metrics import NllMetrics, StepMetrics
-from kvbench.harness.report.chart import Chart, Page, file_name, make_visible, page
+from kvbench.harness.report.chart import Chart, Page, channel, file_name, make_visible, page
 from kvbench.harness.report.markdown import md, model_name, number, short_titles, table, title
 from kvbench.harness.report.pairing import question, strided, task_version
 from kvbench.harness.report.task_report import plain, task_of, titles_of
@@ -23,11 +24,12 @@ _PERPLEXITY = "perplexity"
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
     """The newest record of every cell, grouped by suite and model."""
-    parts: dict[str, list[Record]] = {}
-    for record in sorted(newest(list(records)), key=order):
+
+    def key(record: Record) -> str:
         cell = record.cell.as_json()
-        parts.setdefault(repr([cell["suite"], cell["suite_version"], cell["model"]]), []).append(record)
-    return [parts[name] for name in sorted(parts)]
+        return repr([cell["suite"], cell["suite_version"], cell["model"]])
+
+    return [group for _, group in sorted(grouped(sorted(newest(list(records)), key=order), key).items())]
 
 
 def order(record: Record) -> tuple[Any, ...]:
@@ -117,11 +119,8 @@ def section(record: Record, records: Iterable[Record]) -> Page:
 
 def unasked(records: Iterable[Record], answered: Collection[tuple[str, int]]) -> list[str | Chart]:
     """The tables of suites that answer no question, as they have no perplexity or right answers: times, memory, attention."""
-    groups: dict[str, list[Record]] = {}
-    for record in newest(list(records)):
-        if _suite(record) not in answered:
-            groups.setdefault(section_key(record), []).append(record)
-    return [line for group in groups.values() for line in _table(group)]
+    others = (record for record in newest(list(records)) if _suite(record) not in answered)
+    return [line for group in grouped(others, section_key).values() for line in _table(group)]
 
 
 def _table(records: Iterable[Record]) -> list[str | Chart]:
@@ -159,26 +158,18 @@ def _step_figures(record: Record) -> list[dict[str, Any]]:
     kept = KEPT.fullmatch(record.cell.model.id)
     if kept is None:
         return []
-    training, step = kept[1], int(kept[2])
-    point = {"training": training, "step": step}
-    metrics = record.metrics.as_json()
-    points = [
-        point | {"figure": figure, "line": training, "value": metrics[name]}
-        for name, figure in _FIGURES.items()
-        if record.cell.is_dense and isinstance(metrics.get(name), (int, float))
-    ]
-    nll = record.measured(NllMetrics)
-    if nll is not None:
-        line = f"{training}, {short_titles([record])[0]}"
-        points.append(point | {"figure": _PERPLEXITY, "line": line, "value": nll.perplexity})
-    return points
+    training, figures = kept[1], record.metrics.as_json()
+    named = {figure: figures.get(name) for name, figure in _FIGURES.items()} if record.cell.is_dense else {}
+    values = [(figure, training, value) for figure, value in named.items() if isinstance(value, (int, float))]
+    if (nll := record.measured(NllMetrics)) is not None:
+        values.append((_PERPLEXITY, f"{training}, {short_titles([record])[0]}", nll.perplexity))
+    point = {"training": training, "step": int(kept[2])}
+    return [point | {"figure": figure, "line": line, "value": value} for figure, line, value in values]
 
 
 def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
     """Return the panel of a figure over steps, with a line per training, or per training and policy."""
-    scale: dict[str, Any] = (
-        {"type": "log"} if figure == _PERPLEXITY else {} if any(v["value"] for v in values) else {"domain": [0, 1]}
-    )
+    scale = {"type": "log"} if figure == _PERPLEXITY else {} if any(v["value"] for v in values) else {"domain": [0, 1]}
     alone = {"legend": None} if len({v["line"] for v in values}) == 1 else {}
     return {
         "width": 300,
@@ -186,18 +177,18 @@ def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
         "data": {"values": values},
         "mark": {"type": "line", "point": True, "strokeWidth": 2},
         "encoding": {
-            "x": {"field": "step", "type": "quantitative", "title": "step"},
-            "y": {"field": "value", "type": "quantitative", "title": figure, "scale": scale},
-            "color": {"field": "line", "type": "nominal", "title": None, **alone},
+            "x": channel("step", "step"),
+            "y": channel("value", figure, scale=scale),
+            "color": channel("line", None, "nominal", **alone),
         },
     }
 
 
 def _step_table(values: list[dict[str, Any]]) -> list[str]:
-    """A row per training and step, a column per figure and policy."""
-    columns = {v["figure"] + v["line"].removeprefix(v["training"]): None for v in values}
-    cells: dict[tuple[str, int], dict[str, float]] = {}
+    """Table with a row per training and step, and a column per figure and policy."""
+    rows: dict[tuple[str, int], dict[str, float]] = {}
     for v in values:
-        cells.setdefault((v["training"], v["step"]), {})[v["figure"] + v["line"].removeprefix(v["training"])] = v["value"]
-    rows = [[md(training), f"{step:,}", *(number(row.get(c)) for c in columns)] for (training, step), row in cells.items()]
-    return table(["training", "step", *map(md, columns)], rows, "lr" + "r" * len(columns))
+        rows.setdefault((v["training"], v["step"]), {})[v["figure"] + v["line"].removeprefix(v["training"])] = v["value"]
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [[md(training), f"{step:,}", *(number(row.get(c)) for c in columns)] for (training, step), row in rows.items()]
+    return table(["training", "step", *map(md, columns)], lines, "lr" + "r" * len(columns))

@@ -22,7 +22,7 @@ _DEFAULT_FOLDER = "leaderboard/records"  # of a revision
 
 @contextmanager
 def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
-    """The newest record of every cell of a source, and the folder that holds them while the context is open.
+    """Open the newest record of every cell of a source, and the folder that holds them while the context is open.
 
     Args:
         source: a record's file, or what `open_folder` opens.
@@ -39,12 +39,17 @@ def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: 
         yield [record], path.parent
     else:
         with open_folder(source) as folder:
-            yield _read_folder(folder, source, on_problem), folder
+            records, problems = RecordStore(folder).read_all()
+            for problem in problems:
+                on_problem(problem)
+            if not records:
+                raise UserError(f"{source}: contains no records")
+            yield newest(records), folder
 
 
 @contextmanager
 def open_folder(source: str) -> Iterator[Path]:
-    """A folder of records; that of a git revision is there while the context is open.
+    """Open a folder of records; that of a git revision is there while the context is open.
 
     Args:
         source: a folder, the JSONL file of a suite, or a git revision with an optional folder: `HEAD~3:leaderboard/records`.
@@ -62,7 +67,7 @@ def open_folder(source: str) -> Iterator[Path]:
 
 
 def find_trace(record: Record, folder: Path) -> TraceFile | None:
-    """A record's trace in a folder or its subfolders; None if it is missing or no regular file."""
+    """Return a record's trace in a folder or its subfolders; None if it is missing or no regular file."""
     if record.trace is None:
         return None
     top = folder if folder.is_dir() else folder.parent
@@ -70,15 +75,6 @@ def find_trace(record: Record, folder: Path) -> TraceFile | None:
     files = [*itertools.chain(*(sorted(top.rglob(glob.escape(name))) for name in names))]
     traces = (open_trace(record, path.parent) for path in files if path.is_file())
     return next((trace for trace in traces if isinstance(trace, TraceFile)), None)
-
-
-def _read_folder(folder: Path, source: str, on_problem: Callable[[Problem], None]) -> list[Record]:
-    records, problems = RecordStore(folder).read_all()
-    for problem in problems:
-        on_problem(problem)
-    if not records:
-        raise UserError(f"{source}: contains no records")
-    return newest(records)
 
 
 def _unpack(source: str, folder: Path) -> None:

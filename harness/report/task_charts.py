@@ -40,7 +40,10 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     lines_at = [{"at": capacity, "what": "cache full"}]
     lines_at += [{"at": length, "what": "training length"}] if length is not None and length < last else []
     powers = [2**i for i in range(5, 40) if 2**i <= last]
-    encoding = {"x": log_axis("token", "token of the stream", base=2, values=powers), "y": log_axis("perplexity", "perplexity")}
+    encoding = {
+        "x": chart.log_axis("token", "token of the stream", base=2, format=",d", values=powers),
+        "y": chart.log_axis("perplexity", "perplexity"),
+    }
     lines = {
         "data": {"values": values},
         "mark": {"type": "line", "strokeWidth": 2},
@@ -87,8 +90,8 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     ]
     unbounded = [{"policy": r.cell.policy, "ms": float(f"{m.step_ms:.4g}")} for r, m in timed if r.cell.capacity is None]
     capacities = sorted({c for r in bounded if (c := r.cell.capacity) is not None})
-    y = log_axis("ms", "ms per token", padding=12)
-    encoding = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y}
+    y = chart.log_axis("ms", "ms per token", padding=12)
+    encoding = {"x": chart.log_axis("capacity", "capacity, tokens", base=2, padding=16, format=",d", values=capacities), "y": y}
     dense = [r.cell.policy for r, _ in timed if r.cell.capacity is None]
     pairs = [*((names[id(r)], r.cell.policy) for r in bounded), *zip(dense, dense, strict=True)]
     channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
@@ -122,16 +125,16 @@ def _depth_panel(task: str, policies: Mapping[str, Depths]) -> dict[str, Any]:
         for name, depths in policies.items()
         for tenth, counts in depths.items()
     ]
-    names = {"field": "policy", "type": "nominal", "sort": None, "title": None}
-    depth = {"field": "depth", "type": "ordinal", "title": "depth in the prompt", "scale": {"domain": _TENTHS}}
-    right = {"field": "right", "type": "quantitative", "title": "right, %", "scale": {"domain": [0, 100], "scheme": "viridis"}}
+    names = chart.channel("policy", None, "nominal", sort=None, axis={"labelAngle": -45, "labelLimit": 260})
+    depth = chart.channel("depth", "depth in the prompt", "ordinal", scale={"domain": _TENTHS})
+    right = chart.channel("right", "right, %", scale={"domain": [0, 100], "scheme": "viridis"})
     return {
         "title": task,
         "data": {"values": values},
         "mark": "rect",
         "width": {"step": _CELL},
         "height": {"step": _CELL // 2},
-        "encoding": {"x": names | {"axis": {"labelAngle": -45, "labelLimit": 260}}, "y": depth, "color": right},
+        "encoding": {"x": names, "y": depth, "color": right},
     }
 
 
@@ -167,23 +170,6 @@ def panels(
 
 def _together(how: str, specs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {how: list(specs)} | _SHARED
-
-
-def log_axis(
-    field: str, title: str, *, base: int = 10, padding: int = 0, values: Sequence[float] | None = None
-) -> dict[str, Any]:
-    """A channel on a logarithmic axis.
-
-    Args:
-        field: of the values.
-        title: of the axis, with its unit.
-        base: of the logarithm.
-        padding: pixels between the data and the frame.
-        values: ticks; chosen by Vega-Lite when None.
-    """
-    axis = {"format": ",~g", "tickCount": 6} if values is None else {"format": ",d", "values": list(values)}
-    scale = {"type": "log", "base": base, "nice": False, "padding": padding}
-    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
 
 
 def marks(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,38 +18,19 @@ Measures = Literal["quality", "time", "memory", "attention"]
 OF_MACHINE = ("time", "memory")  # figures that depend on device and threads, which join the record's key
 
 
-def _body(records: Sequence[Record]) -> list[str | Chart]:
-    """Return a table with a row per record and a column per plain number, or per one with a title if there are any."""
-    titles = titles_of(records[0])
-    names = list(titles or dict.fromkeys(name for r in records for name in plain(r)))
-    rows = []
-    for record in records:
-        figures = plain(record)
-        rows.append(
-            [
-                label(record),
-                count(record.cell.capacity),
-                *(number(figures.get(name)) for name in names),
-                status(record),
-            ]
-        )
-    heads = [md(titles.get(name, name)) for name in names]
-    return [task_line(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
-
-
 def plain(record: Record) -> dict[str, Any]:
-    """The figures that are plain numbers."""
+    """Return the figures that are plain numbers."""
     return {k: v for k, v in record.metrics.as_json().items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
 def titles_of(record: Record) -> dict[str, str]:
-    """The figures whose fields have a title, and these titles."""
+    """Return the titles of the figures that have one."""
     fields = task_of(record).metrics.model_fields
     return {name: field.title for name, field in fields.items() if field.title}
 
 
 class TaskReport:
-    """The part of a task that needs no model. The defaults show plain numbers.
+    """Part of a task that needs no model. The defaults show plain numbers.
 
     Attributes:
         options: that a suite may set.
@@ -85,8 +66,15 @@ class TaskReport:
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Lines and charts of a section."""
-        return _body(records)
+        """Lines and charts of a section: a row per record, a column per plain number; those with a title only, if any has one."""
+        titles = titles_of(records[0])
+        names = list(titles or dict.fromkeys(name for record in records for name in plain(record)))
+        rows = []
+        for record in records:
+            numbers = [number(plain(record).get(name)) for name in names]
+            rows.append([label(record), count(record.cell.capacity), *numbers, status(record)])
+        head = ["policy", "capacity", *(md(titles.get(name, name)) for name in names), "status"]
+        return [task_line(records[0]), *table(head, rows, "lr" + "r" * len(names) + "l")]
 
 
 class UnknownTask(TaskReport):
@@ -94,6 +82,6 @@ class UnknownTask(TaskReport):
 
 
 def task_of(record: Record) -> type[TaskReport]:
-    """The task of a record, by its name."""
+    """Return the task of a record, by its name."""
     task: type[TaskReport] | None = plugins.known_task(record.cell.task.name)
     return UnknownTask if task is None else task
