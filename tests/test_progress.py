@@ -7,7 +7,7 @@ import re
 
 import pytest
 from conftest import bench_in as bench
-from factories import record
+from factories import cell_record, record
 from rich.console import Console
 
 from kvbench.harness.cli.terminal import link
@@ -139,3 +139,12 @@ def test_a_dumb_terminal_gets_no_links(tmp_path, monkeypatch):
     assert link(tmp_path, True).startswith("\x1b]8;;file://")
     monkeypatch.setenv("TERM", "dumb")
     assert link(tmp_path, True) == str(tmp_path)
+
+
+def test_no_policy_leads_without_a_right_answer():
+    leaders = progress._Leaders()
+    for right, text in ((0, ""), (1, "best so far: h2o")):
+        figures = {"questions": 40, "right": right, "accuracy": right / 40}
+        leaders.add("h2o", cell_record(figures, task={"name": "streameval", "distance": 5}, capacity=128))
+        assert leaders.text().startswith(text)
+        assert bool(leaders.text()) == bool(text)

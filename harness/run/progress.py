@@ -97,9 +97,9 @@ class _Leaders:
 
 
 def _worth(record: Record) -> float | None:
-    """Return the figure that ranks cells of a question, higher is better: negated NLL or accuracy; None without either."""
+    """Return the figure that ranks cells of a question, higher is better: negated NLL or accuracy; None without right answers."""
     nll, answers = record.measured(NllMetrics), record.measured(QuestionMetrics)
-    return -nll.nll if nll is not None else None if answers is None else answers.accuracy
+    return -nll.nll if nll is not None else None if answers is None else answers.accuracy or None
 
 
 class ProgressView(RunWatcher):
