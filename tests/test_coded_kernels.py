@@ -53,7 +53,7 @@ def refuse_unequal(
     """Each layer, given the same query, key and value, attends alike, up to `most` roundings, and keeps the same tokens."""
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, 12, kv=codec)
     fast, plain = CachedDecoder(model, config, method=BY_KERNEL), CachedDecoder(model, config, method=PLAIN_WALK)
-    assert all(walk.steps_by_kernel for walk in fast.walks)
+    assert all("step kernel" in walk.offers for walk in fast.walks)
     comparison = ReferenceComparison(record_inputs(model, tokens_of(tokens)), {plain: model.dtype, fast: model.dtype}, 0)
     for read in (plain, fast):
         read.reserve(tokens)
@@ -169,5 +169,5 @@ def test_a_kernel_that_did_not_answer_is_not_used(monkeypatch):
 
 def test_a_coded_cache_is_never_walked_by_the_kernel_of_floats():
     read = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 20, kv=Codec("int4")), method=FASTEST)
-    assert not read.walks[0].is_compiled
+    assert "compiled walk" not in read.walks[0].offers
     assert read.walks[0]._kernels.walk is None

@@ -88,7 +88,7 @@ def test_several_parts_programs_and_padded_groups(monkeypatch, dims, queries):
 def test_a_token_is_coded_as_plain_code_does_digit_for_digit(codec, dtype):
     model, config = model_with(32, 1, dtype, num_hidden_layers=1), CacheConfig(H2O(), 6, kv=codec)
     reads = [CachedDecoder(model, config, method=method) for method in (BY_KERNEL, PLAIN_WALK)]
-    assert reads[0].walks[0].steps_by_kernel
+    assert "step kernel" in reads[0].walks[0].offers
     for token in tokens_of(9).split(1, 1):
         for read in reads:
             read(token)
@@ -116,4 +116,4 @@ def test_the_check_before_a_run_holds_it_to_the_plain_reading(monkeypatch):
 @pytest.mark.parametrize("codec", [Kivi("kivi4", 8, residual=8), Codec("int8", 24)], ids=str)
 def test_what_it_has_no_groups_for_is_decoded(codec):
     read = CachedDecoder(model_with(48, 1, num_hidden_layers=1), CacheConfig(Dense(), kv=codec), method=BY_KERNEL)
-    assert not read.walks[0].steps_by_kernel
+    assert "step kernel" not in read.walks[0].offers

@@ -57,8 +57,8 @@ def test_the_closed_form_is_the_walk(family, mode, capacity, sinks, limit, lengt
     model, tokens = model_of(family), tokens_of(length, streams)
     config = CacheConfig(policy, capacity, mode, limit)
     closed, walked = CachedDecoder(model, config, streams), CachedDecoder(model, config, streams, TOKEN_BY_TOKEN)
-    assert all(w.has_closed_form for w in closed.walks)
-    assert not any(w.has_closed_form for w in walked.walks)
+    assert all("closed form" in w.offers for w in closed.walks)
+    assert not any("closed form" in w.offers for w in walked.walks)
     ours, theirs = read_in(closed, tokens, sizes), read_in(walked, tokens, [5])
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert closed.kept() == walked.kept()
@@ -128,7 +128,8 @@ def test_the_compiled_walk_is_the_plain_one(family, policy, capacity, length, si
     model, tokens = model_of(family), tokens_of(length, streams)
     config = CacheConfig(policy, capacity, mode, limit, seed)
     fast, plain = CachedDecoder(model, config, streams, FASTEST), CachedDecoder(model, config, streams, TOKEN_BY_TOKEN)
-    assert all(w.is_compiled or w.has_closed_form for w in fast.walks)  # a layer whose sliding window fits has the latter
+    # A layer whose sliding window fits has a closed form.
+    assert not any(w.offers.isdisjoint(("compiled walk", "closed form")) for w in fast.walks)
     ours, theirs = read_in(fast, tokens, sizes), read_in(plain, tokens, [5])
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert fast.kept() == plain.kept()
@@ -175,8 +176,8 @@ def test_the_decode_step_by_kernels_is_the_plain_one(family, policy, capacity, l
     model, tokens = model_of(family), tokens_of(begun + length, streams)
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, limit, seed=3)
     fast, plain = CachedDecoder(model, config, streams, FASTEST), CachedDecoder(model, config, streams)
-    assert all(w.steps_by_kernel for w in fast.walks)
-    assert not any(w.steps_by_kernel for w in plain.walks)
+    assert all("step kernel" in w.offers for w in fast.walks)
+    assert not any("step kernel" in w.offers for w in plain.walks)
     sizes = [begun] * bool(begun) + [1] * length
     ours, theirs = (torch.cat([read(block) for block in tokens.split(sizes, 1)], 1) for read in (fast, plain))
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
@@ -214,7 +215,7 @@ def test_a_users_own_policy_is_compiled_too():
     model, tokens = model_of("llama"), tokens_of(90, 2)
     config = CacheConfig(Odd(), 12, seed=5)
     fast, plain = CachedDecoder(model, config, 2, FASTEST), CachedDecoder(model, config, 2)
-    assert fast.walks[0].is_compiled
+    assert "compiled walk" in fast.walks[0].offers
     ours, theirs = in_blocks(fast, tokens, 30), in_blocks(plain, tokens, 30)
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert fast.kept() == plain.kept()
@@ -249,7 +250,7 @@ def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
         traced(policy.bind(8))
     assert why in compiler.why_not(policy.bind(8))
     walk = CachedDecoder(model_of("llama"), CacheConfig(policy, 8), method=KERNELS).walks[0]
-    assert not walk.is_compiled
+    assert "compiled walk" not in walk.offers
     assert why in walk.plain_because
     assert walk.lost == ""
 
@@ -270,13 +271,13 @@ def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no C compiler" in compiler.why_not(H2O().bind(8))
     walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), method=FASTEST).walks[0]
-    assert not walk.is_compiled
-    assert not walk.steps_by_kernel
+    assert "compiled walk" not in walk.offers
+    assert "step kernel" not in walk.offers
     monkeypatch.setenv("CC", "false")  # a compiler that fails
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), method=FASTEST).walks[0]
-    assert not walk.is_compiled
-    assert not walk.steps_by_kernel
+    assert "compiled walk" not in walk.offers
+    assert "step kernel" not in walk.offers
 
 
 def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):

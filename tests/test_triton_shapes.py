@@ -193,8 +193,8 @@ def read(case: Case, dtype: torch.dtype, method: Method, tokens: int = 1, valid:
     """Take a block in."""
     slots, (layers, streams, heads), seen = slots_of(case, dtype), case.rows, case.cache[1]
     walk = Walk(slots, "cache" if case.mode == "none" else case.mode, LIMIT, method)
-    assert method == TOKEN_BY_TOKEN or walk.steps_by_kernel
-    assert tokens == 1 or walk.is_compiled == method.walk_kernel
+    assert method == TOKEN_BY_TOKEN or "step kernel" in walk.offers
+    assert tokens == 1 or ("compiled walk" in walk.offers) == method.walk_kernel
     generator = torch.Generator().manual_seed(1)
     sizes = [(heads * case.group, case.dims[0]), (heads, case.dims[0]), (heads, case.dims[1])]
     qkv = [torch.randn(layers, streams, n, tokens, d, generator=generator) for n, d in sizes]

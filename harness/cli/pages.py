@@ -263,10 +263,6 @@ def make_without_broken(
 ) -> tuple[Result, list[tuple[Record, Exception]]]:
     """Call `make` with as many of the records as it accepts.
 
-    Args:
-        records: to pass to `make`.
-        make: accepts any subset of the records; an exception counts against the subset.
-
     Returns:
         The result, and the records left out, each with its exception.
 

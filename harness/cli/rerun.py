@@ -21,7 +21,6 @@ def portable(request: RunRequest, folder: Path) -> tuple[str, MeasuredWith]:
     """The suite and the options of a baseline.
 
     Args:
-        request: from the command line.
         folder: of the baseline, resolved: the suite's file is named relative to it.
 
     Raises:
@@ -52,9 +51,7 @@ def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, d
     """The request that measures a baseline's suite again.
 
     Args:
-        baseline: to measure again.
         model: where its local model is, or a mirror of its hub model; the baseline's own model when None.
-        data: directory of the text.
 
     Raises:
         UserError: its model was a local one, and `model` does not say where it is.
@@ -79,9 +76,6 @@ def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, d
 
 def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Path) -> list[Cell]:
     """The cells that the request asks for.
-
-    Args:
-        request: from `request_from_baseline`.
 
     Raises:
         UserError: the baseline has no record of any of them. The model differs, or the suite has changed.

@@ -26,7 +26,6 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
     """Print the result of a run: on stdout, or on stderr if a program reads stdout.
 
     Args:
-        results: the folder of the records.
         to_stdout: whether a person reads stdout.
     """
     from kvbench.harness.cli.output import RESULTS, RESULTS_VARIABLE

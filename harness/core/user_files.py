@@ -104,11 +104,7 @@ def _execute(file: UserFile) -> ModuleType:
 
 
 class _Loader(SourceLoader):
-    """Loads a module from the content of its file. Tracebacks and `inspect.getsource` show that content, too.
-
-    Attributes:
-        content: of the file.
-    """
+    """Loads a module from the content of its file. Tracebacks and `inspect.getsource` show that content, too."""
 
     def __init__(self, path: str, content: bytes) -> None:
         self._path, self.content = path, content

@@ -28,7 +28,6 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
     """The policy's budgets, if they are known beforehand and differ between heads.
 
     Args:
-        model: whose layers they are for.
         prompt: tokens of the prompt, if eviction waits for its end.
 
     Raises:
@@ -103,7 +102,6 @@ class Layout:
         """Slots for what is kept of a prompt by budgets known beforehand.
 
         Args:
-            length: tokens of the prompt.
             counts: tokens that each head keeps. [L][H].
             table: the budgets; None if all heads have the same.
         """
@@ -120,7 +118,6 @@ class Layout:
         """Slots for what is kept of a prompt that decided itself how much. Heads of a layer that differ in it are padded.
 
         Args:
-            length: tokens of the prompt.
             counts: tokens that each head of all processes keeps, one a layer; the host waits for them. [B, H] int64.
         """
         capacity, slots = self._config.capacity, []

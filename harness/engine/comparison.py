@@ -14,15 +14,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvbench.harness.engine.attention import Backend, Terms
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.recompute import CausalAttention
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
-from kvbench.policies.dense import Dense
 
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or the largest answer of a head
 _ROUNDING_16_BITS = 4e-2
@@ -58,11 +56,29 @@ class LayerInputs(NamedTuple):
         return LayerInputs(self.layer, query, keys, values, terms)
 
 
+class _Recorder:
+    """Attention backend that records the inputs of every layer, and attends causally.
+
+    Attributes:
+        inputs: in the order in which the layers ran.
+    """
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        self.inputs: list[LayerInputs] = []
+        self._attention = CausalAttention(model, tokens)
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Record the inputs of a layer, and answer them."""
+        self.inputs.append(LayerInputs(layer, query, keys, values, terms))
+        return self._attention.attend(layer, query, keys, values, terms)
+
+
+@torch.inference_mode()
 def record_inputs(model: Model, tokens: Tensor) -> list[LayerInputs]:
     """Record the inputs of every layer's attention in one forward pass under full attention. tokens: [B, T] int64."""
-    recorded = _RecordedModel(model)
-    CachedDecoder(recorded, CacheConfig(Dense(), positions="stream"), len(tokens))(tokens)
-    return recorded.inputs()
+    recorder = _Recorder(model, tokens.shape[1])
+    model(tokens, recorder, 1)
+    return recorder.inputs
 
 
 class ReplayedModel(Model):
@@ -93,33 +109,6 @@ class ReplayedModel(Model):
         return answers
 
 
-class _RecordedModel(Model):
-    """Stand-in for a model that records the inputs of every layer's attention."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(**vars(model))
-        self._recorded: dict[int, list[LayerInputs]] = {}
-        self._backend: Backend | None = None
-
-    def __call__(self, tokens: Tensor, backend: Backend, keep: Tensor | int = 0, positions: Tensor | None = None) -> Tensor:
-        self._backend = backend
-        return super().__call__(tokens, self, 1, positions)
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Record the inputs of a layer, and return the answer of the decoder."""
-        assert self._backend is not None
-        self._recorded.setdefault(layer, []).append(LayerInputs(layer, query, keys, values, terms))
-        return self._backend.attend(layer, query, keys, values, terms)
-
-    def inputs(self) -> list[LayerInputs]:
-        """Return the inputs of all tokens, in the order in which the layers ran."""
-        joined = []
-        for layer, parts in self._recorded.items():
-            query, keys, values = (torch.cat([part[field] for part in parts], 2) for field in (1, 2, 3))  # type: ignore[misc]
-            joined.append(LayerInputs(layer, query, keys, values, parts[0].terms))
-        return joined
-
-
 class Verdict(NamedTuple):
     """Result of a comparison.
 
@@ -128,12 +117,14 @@ class Verdict(NamedTuple):
         rounding_error: largest rounding error of the reference itself, in the same unit; 0.0 if the reference counts as exact.
         diverged: rows that held other tokens than the reference's after some block, so that not all was compared.
         uncompared: layers of which no row was compared, in blocks or in single tokens.
+        other_victims: share of the tokens evicted by the reference that the candidate still holds.
     """
 
     max_error: float
     rounding_error: float
     diverged: frozenset[Row]
     uncompared: frozenset[int]
+    other_victims: float
 
 
 class ReferenceComparison:
@@ -177,6 +168,7 @@ class ReferenceComparison:
 
     def read_prompt(self, tokens: Tensor, block: int) -> None:
         """Replay a prompt that is cut at its end, and compare the answers of all rows. tokens: [B, T] int64."""
+        self._tokens_read += tokens.shape[1]
         for read in self._reads:
             read.read_prompt(tokens, block)
         self._alike = self._rows_alike()
@@ -193,7 +185,8 @@ class ReferenceComparison:
             allowed = 2 * (own.amax() if self._is_16_bit else own)
             max_error = max(max_error, float((errors / allowed.clamp(min=1)).nan_to_num(torch.inf).amax()))
             rounding_error = max(rounding_error, float(own.amax()))
-        return Verdict(max_error, rounding_error, frozenset(self._diverged), frozenset(uncompared))
+        diverged, uncompared_layers = frozenset(self._diverged), frozenset(uncompared)
+        return Verdict(max_error, rounding_error, diverged, uncompared_layers, self._other_victims())
 
     def _compare(self, single: bool, swaps: bool, alike: dict[int, Tensor]) -> None:
         """Note the errors of the last answers. alike: the rows that count, by layer. [B, H] bool each."""
@@ -221,14 +214,26 @@ class ReferenceComparison:
         errors = errors.nan_to_num(torch.inf).sort(-1).values
         return errors[..., ceil(errors.shape[-1] * (_COUNTED if swaps else 1.0)) - 1]
 
+    def _held(self, layer: int) -> list[Tensor]:
+        """Tokens that the rows of a layer hold, for each decoder. [B, H, tokens read] bool each."""
+        return [_held_tokens(read, layer, self._tokens_read) for read in self._reads]
+
     def _rows_alike(self) -> dict[int, Tensor]:
         """Rows that hold the same tokens in all decoders, by layer. [B, H] bool each."""
-        return {layer: self._alike_in(layer) for layer in self._layers}
+        alike = {}
+        for layer in self._layers:
+            reference, *others = self._held(layer)
+            alike[layer] = torch.stack([(held == reference).all(-1) for held in others]).all(0)
+        return alike
 
-    def _alike_in(self, layer: int) -> Tensor:
-        """Rows of a layer that hold the same tokens in all decoders. [B, H] bool."""
-        first, *others = (_held_positions(read, layer) for read in self._reads)
-        return torch.stack([_same_positions(first, other) for other in others]).all(0)
+    def _other_victims(self) -> float:
+        """Share of the tokens evicted by the reference that the candidate still holds."""
+        others = evicted = 0
+        for layer in self._layers:
+            reference, candidate, *_ = self._held(layer)
+            others += int((candidate & ~reference).sum())
+            evicted += int((~reference).sum())
+        return others / max(evicted, 1)
 
 
 def _evicts_by_attention(slots: Slots, tokens_read: int) -> bool:
@@ -236,25 +241,19 @@ def _evicts_by_attention(slots: Slots, tokens_read: int) -> bool:
     return bool(slots.sees) and slots.capacity is not None and tokens_read > slots.capacity
 
 
-def _held_positions(read: CachedDecoder, layer: int) -> Tensor:
-    """Positions of the tokens that the rows of a layer hold, in order, after -1 for each empty slot. [B, H, S] int64."""
+def _held_tokens(read: CachedDecoder, layer: int, tokens_read: int) -> Tensor:
+    """Return which of the first `tokens_read` tokens the rows of a layer hold. [B, H, tokens_read] bool."""
     parts: list[tuple[Tensor | slice, Tensor]] = []
     for walk, heads, _ in read.shares[layer]:
-        rows = read.walks[walk].rows(read.walks[walk].slots.num_slots, layer)
-        held = rows.position.masked_fill(rows.rank == read.walks[walk].slots.empty_rank, -1).sort(-1).values
-        parts.append((slice(None) if heads is None else heads, held.unflatten(0, (read.streams, -1))))
-    longest = max(held.shape[2] for _, held in parts)
-    out = parts[0][1].new_full((read.streams, read.model.layers[layer].heads, longest), -1)
+        slots = read.walks[walk].slots
+        rows = read.walks[walk].rows(slots.num_slots, layer)
+        column = rows.position.masked_fill(rows.rank == slots.empty_rank, tokens_read)  # an empty slot counts as none of them
+        held = torch.zeros(len(column), tokens_read + 1, dtype=torch.bool, device=column.device).scatter_(1, column, value=True)
+        parts.append((slice(None) if heads is None else heads, held[:, :-1].unflatten(0, (read.streams, -1))))
+    out = parts[0][1].new_empty(read.streams, read.model.layers[layer].heads, tokens_read)
     for of_heads, held in parts:
-        out[:, of_heads, longest - held.shape[2] :] = held
+        out[:, of_heads] = held
     return out
-
-
-def _same_positions(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Compare the cached positions of each row, sorted and of equal number. [B, H, S], [B, H, S'] int64 -> [B, H] bool."""
-    longest = max(ours.shape[2], theirs.shape[2])
-    ours, theirs = (pad(x, (longest - x.shape[2], 0), value=-1) for x in (ours, theirs))
-    return (ours == theirs).all(-1)
 
 
 def _same_codes(ours: CachedDecoder, theirs: CachedDecoder, layer: int) -> Tensor:

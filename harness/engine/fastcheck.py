@@ -89,10 +89,10 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     if unfit:
         return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", check.max_error, f"runs: {unfit}")
     fast = CachedDecoder(model, config, method=FASTEST)
-    blocks, by_kernel = blocks_by(fast), any(w.steps_by_kernel for w in fast.walks)
+    blocks, by_kernel = blocks_by(fast), "step kernel" in fast.offers
     lost = next((w.lost for w in fast.walks if w.lost), "")
     because = next((w.plain_because for w in fast.walks if w.plain_because), "")
-    is_fast = by_kernel or fast.graphs is not None or any(w.has_closed_form or w.is_compiled for w in fast.walks)
+    is_fast = by_kernel or fast.graphs is not None or not fast.offers.isdisjoint(("closed form", "compiled walk"))
     fastest = replace(FASTEST, fused=fused and fast.graphs is not None)
     step_ladder = _step_ladder(by_kernel, fast.graphs is not None, fastest.fused)
     block_ladder = _block_ladder(model, config, fast) if config.policy.evicts else []
@@ -140,7 +140,7 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
     after = CacheConfig(Dense(), None, config.positions, config.limit, config.seed, kv=codec) if once else config
     by_kernel, steps = replace(method, step_kernel=True), MethodCheck(model, after, 1)
     walks = CachedDecoder(model, after, method=by_kernel).walks
-    if not all(walk.steps_by_kernel for walk in walks):
+    if not all("step kernel" in walk.offers for walk in walks):
         refused = refused or next((walk.lost for walk in walks if walk.lost), "")
         return FastCheck(method, blocks, "plain", check.max_error, refused, because)
     coded = steps.trial_of_codes(by_kernel)
@@ -169,17 +169,18 @@ def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> 
 def _block_ladder(model: Model, config: CacheConfig, fast: CachedDecoder) -> list[Rung]:
     """Methods that are fast for blocks alone, the best first. fast: a decoder that may take every shortcut."""
     walked = CachedDecoder(model, config, method=Method(closed_form=False, walk_kernel=True, walk_graphs=True))
-    in_graphs = any(w.walks_in_graphs for w in walked.walks)
+    in_graphs = "walk in graphs" in walked.offers
     by_kernel = Method(walk_kernel=True, walk_graphs=in_graphs)  # what the closed form can't take is walked
     plainly, by_steps = Method(closed_form=False, walk_kernel=True), Method(closed_form=False, walk_steps=True)
-    usable = {
-        Rung("FlexAttention", replace(by_kernel, flex=True), "FlexAttention"): any(w.may_flex for w in fast.walks),
-        Rung("closed form", by_kernel, "closed form"): any(w.has_closed_form for w in fast.walks),
-        Rung("walk in graphs", replace(plainly, walk_graphs=True), "walk in graphs"): in_graphs,
-        Rung("compiled walk", plainly, "compiled walk"): any(w.is_compiled for w in walked.walks),
-        Rung("compiled steps", by_steps, "compiled steps"): any(w.walks_by_steps for w in fast.walks),
-    }
-    return [rung for rung, is_usable in usable.items() if is_usable]
+    ladder = [
+        Rung("FlexAttention", replace(by_kernel, flex=True), "FlexAttention"),
+        Rung("closed form", by_kernel, "closed form"),
+        Rung("walk in graphs", replace(plainly, walk_graphs=True), "walk in graphs"),
+        Rung("compiled walk", plainly, "compiled walk"),
+        Rung("compiled steps", by_steps, "compiled steps"),
+    ]
+    offers = fast.offers - {"compiled walk", "walk in graphs"} | walked.offers & {"compiled walk", "walk in graphs"}
+    return [rung for rung in ladder if rung.shortcut in offers]
 
 
 def _step_ladder(by_kernel: bool, captured: bool, fused: bool) -> list[Rung]:

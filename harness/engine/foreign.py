@@ -70,8 +70,6 @@ class ForeignDecoder:
     """Reads with a cache that a contestant makes.
 
     Attributes:
-        model: that it drives.
-        config: names the contestant.
         cache: that the model writes to.
         streams: B.
     """

@@ -32,7 +32,6 @@ class OwnLoopCheck:
     """Result of a contestant's check.
 
     Attributes:
-        loop: how it may be read.
         slow: why tokens are read one by one; empty if blocks give the same.
         wrong_length: what the cache says that it has read, where that is wrong.
     """

@@ -38,12 +38,6 @@ from kvbench.harness.engine.walk import Walk
 def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> Decoder:
     """A fresh decoder.
 
-    Args:
-        model: to drive.
-        config: what to keep.
-        streams: B.
-        method: shortcuts that it may take.
-
     Raises:
         ValueError: the policy can't serve this capacity.
     """
@@ -100,8 +94,6 @@ class CachedDecoder:
     """A decoder that keeps K and V in slots.
 
     Attributes:
-        model: that it drives.
-        config: what it keeps.
         walks: one for the heads that share tensors; none before the prompt if that decides what is kept.
         shares: of each layer, the walks that answer it.
         graphs: captures steps; None where steps aren't captured.
@@ -114,9 +106,6 @@ class CachedDecoder:
         """Allocate the slots.
 
         Args:
-            config: what to keep; a policy that keeps a cache.
-            streams: B.
-            method: shortcuts that it may take.
             dtype: of K and V; None: the model's.
 
         Raises:
@@ -342,6 +331,11 @@ class CachedDecoder:
         """Share of (layer, KV head, token) still held, of these positions of the first stream. Syncs with the host."""
         bits = torch.cat([w.slots.held(torch.tensor(positions, device=w.slots.device)).flatten().cpu() for w in self.walks])
         return int(bits.sum()) / bits.numel()
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """Names of the shortcuts that some walk may take, as in `RAN`."""
+        return frozenset().union(*(walk.offers for walk in self.walks))
 
     @property
     def streams(self) -> int:

@@ -25,7 +25,6 @@ class Whole:
     """A prompt in the slots of all layers.
 
     Attributes:
-        length: tokens of the prompt.
         rows: of every layer, with the view of its last token.
     """
 
@@ -129,7 +128,6 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
     Args:
         kept: slots whose tokens stay. [N, S] bool.
         into: empty rows of the same layer, of some of its heads.
-        streams: B.
         heads: which ones; all when None.
         longest: the largest number of tokens that one of them keeps.
     """

@@ -22,13 +22,13 @@ MAX_BATCH_TOKENS = 8192  # of all windows run at once
 
 
 @dataclass(frozen=True)
-class _Windows:
-    """The attention backend for recomputed windows: plain causal attention.
+class CausalAttention:
+    """Attention backend of streams that begin with the tokens passed: plain causal attention.
 
     Attributes:
         model: whose layers these are.
-        longest: maximum tokens of a window.
-        padding: padding tokens at the start of each window; none when None. [B] int64.
+        longest: maximum tokens of a stream.
+        padding: padding tokens at the start of each stream; none when None. [B] int64.
     """
 
     model: Model
@@ -108,7 +108,7 @@ class RecomputeDecoder:
             windows = self._gathered(text, end, width, padding).flatten(0, 1)
             padded = padding.flatten()
             ranks = (torch.arange(width, device=text.device) - padded[:, None]).clamp(min=0)
-            out.append(self.model(windows, _Windows(self.model, self.length, padded), 1, ranks).view(*end.shape, -1))
+            out.append(self.model(windows, CausalAttention(self.model, self.length, padded), 1, ranks).view(*end.shape, -1))
         width = min(self.length - 1, text.shape[1] - 1)
         self._history = self._gathered(text, ends[:, -1:], width, torch.zeros_like(ends[:, -1:]))[:, 0]
         return torch.cat(out, 1)[:, : wanted.shape[2]]
@@ -133,14 +133,16 @@ class RecomputeDecoder:
             keep: Tensor | int = len(short)
             if not short or not _consecutive(short):
                 keep = torch.tensor([e - 1 for e in short], device=text.device).long()
-            out.append(self.model(text[:, :last], _Windows(self.model, self.length), keep))
+            out.append(self.model(text[:, :last], CausalAttention(self.model, self.length), keep))
         windows = text[:, self.sinks :].unfold(1, self.length - self.sinks, 1) if full else text
         opening = text[:, None, : self.sinks]
         at_once = max(1, MAX_BATCH_TOKENS // (self.length * len(text)))
         for starts in [full[i : i + at_once] for i in range(0, len(full), at_once)]:
             chosen = windows[:, starts[0] : starts[-1] + 1] if _consecutive(starts) else windows[:, starts]
             chosen = torch.cat([opening.expand(-1, len(starts), -1), chosen], 2)
-            out.append(self.model(chosen.flatten(0, 1), _Windows(self.model, self.length), 1).view(len(text), len(starts), -1))
+            out.append(
+                self.model(chosen.flatten(0, 1), CausalAttention(self.model, self.length), 1).view(len(text), len(starts), -1)
+            )
         return torch.cat(out, 1)
 
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:

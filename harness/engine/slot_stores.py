@@ -42,8 +42,6 @@ class Window(Protocol):
         """Write a run of tokens, and return all that one of them may see.
 
         Args:
-            indices: as in `write`.
-            x: as in `write`.
             before: what was read before their positions were entered. [N, S, D].
 
         Returns:

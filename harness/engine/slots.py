@@ -30,10 +30,7 @@ class LayerShape:
     """Properties of a layer that its cache depends on. Layers that compare equal share their tensors.
 
     Attributes:
-        heads: KV heads.
         group: query heads of a KV head.
-        key_dim: of a head.
-        value_dim: of a head.
         rotation: None if the layer has no RoPE.
         sliding_window: tokens a query may see, itself included; None if all.
         plain_softmax: scores go to the softmax unchanged, and nothing but keys takes mass.
@@ -99,7 +96,6 @@ class LayerHeads:
     """Heads of one layer that live in the same `Slots`.
 
     Attributes:
-        layer: index in the model.
         heads: their indices in the layer; all when None.
         output: of the layer, as `Written.output` has it. [H, G, E, Dv].
     """
@@ -171,10 +167,6 @@ class Slots:
         shape: of each layer; its heads are those that live here.
         parts: which heads of which layers.
         layers: their indices in the model.
-        num_layers: of the whole model.
-        policy: bound to the tokens these layers keep.
-        cadence: when tokens are evicted.
-        budget: what rows may hold.
         capacity: tokens held between steps, on average over heads; None if all.
         every: tokens that are evicted at once.
         rows: of a layer: its heads in all streams.
@@ -182,20 +174,15 @@ class Slots:
         uneven: heads hold different numbers of tokens, so that only the device knows how many.
         evicts_each_step: every row evicts one token after each step, once it is full.
         sees: what statistics read of attention.
-        device: where the slots are.
         dtype: of K and V, as they are read.
         codec: of K and V, as they are stored; None: in that dtype.
-        num_slots: of each row.
         empty_rank: the rank that marks an empty slot: one that no token has.
         keys_rotated: keys are kept rotated to their positions in the stream.
-        streams: B.
-        seed: of the policy's randomness.
         state_dtype: dtype of statistics and softmax weights.
         layer_index: the indices of the layers. [L] int64.
         head_index: the heads' indices in their layers. [L, H] int64.
         prompt: tokens of each stream's prompt, 0 if it has none. [B] int64.
         quiet: statistics that see attention don't look at the first `quiet` tokens.
-        tensors: K, V, ranks, positions and statistics.
         version: number of times the tensors, or the prompt, were replaced: `Rows` made before are out of date.
     """
 
@@ -217,15 +204,6 @@ class Slots:
         codec: Codec | None = None,
     ) -> None:
         """Allocate.
-
-        Args:
-            parts: which heads of which layers, as many of each.
-            policy: bound to the tokens these layers keep.
-            cadence: when tokens are evicted.
-            budget: what rows may hold.
-            streams: B.
-            dtype: see the attribute.
-            codec: see the attribute.
 
         Raises:
             ValueError: the codec can't store heads of this size.
@@ -264,11 +242,6 @@ class Slots:
         """A statistic of empty slots."""
         size, dtype = ((rows, slots), self.state_dtype) if statistic.per == "slot" else ((rows,), torch.float64)
         return torch.full((*size, *statistic.shape(self.shape.sizes)), statistic.initial, device=device, dtype=dtype)
-
-    @property
-    def has_all_heads(self) -> bool:
-        """Whether whole layers live here."""
-        return all(part.heads is None for part in self.parts)
 
     def begin_prompt(self, tokens: int | Tensor, quiet: int = 0) -> None:
         """Note that streams open with a prompt of this length, or of these. [B] int64. quiet: see the attribute."""

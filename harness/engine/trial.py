@@ -28,7 +28,6 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.slots import Slots
 
 _ATTEMPTS = 3  # with other tokens, where a head holds other tokens than the plain walk's
 _EVICTING_TOKENS = 8  # of the block in which a cache gets full
@@ -172,19 +171,19 @@ class MethodCheck:
 
     def _sizes(self, fast: CachedDecoder) -> list[int]:
         """Tokens of the blocks that are compared: one in which a cache gets full, single ones, and one that only evicts."""
-        closed = any(walk.has_closed_form for walk in fast.walks)
+        closed = "closed form" in fast.offers
         if self._timed and self._config.capacity is not None:
-            odd = [_TIMED_BLOCK_TOKENS] * any(walk.may_flex for walk in fast.walks)  # which FlexAttention leaves to plain code
+            odd = [_TIMED_BLOCK_TOKENS] * ("FlexAttention" in fast.offers)  # which FlexAttention leaves to plain code
             first = [self._timed_tokens(fast)] * (1 + (self._exact or closed)) + odd
             return [*first, *self._single_sizes(fast, self._filled + sum(first))]
         first = [(self._config.capacity or self._filled) - self._filled + _EVICTING_TOKENS]
         last = [_CLOSED_BLOCK_TOKENS] if closed else [_BLOCK_TOKENS if self._exact else _BLOCK_TOKENS_16_BITS]
-        is_fast = closed or any(walk.is_compiled or walk.walks_by_steps for walk in fast.walks)
+        is_fast = closed or not fast.offers.isdisjoint(("compiled walk", "compiled steps"))
         return [*first, *self._single_sizes(fast, self._filled + sum(first)), *(last if is_fast else [])]
 
     def _timed_tokens(self, fast: CachedDecoder) -> int:
         """Tokens of a block that every shortcut in question takes: FlexAttention takes whole tiles."""
-        return TILE if any(w.may_flex for w in fast.walks) else _TIMED_BLOCK_TOKENS
+        return TILE if "FlexAttention" in fast.offers else _TIMED_BLOCK_TOKENS
 
     def _single_sizes(self, fast: CachedDecoder, tokens_before: int) -> list[int]:
         """Single tokens after `tokens_before` others; between them blocks, where evictions are far apart.
@@ -229,10 +228,10 @@ class MethodCheck:
         self, methods: tuple[Method, Method], sizes: Sequence[int], tokens_before: int, streams: int, seed: int
     ) -> tuple[str, Verdict]:
         """Compare a method with a reference once. The rounding error of the reference is measured where errors exceed it."""
-        verdict, share = self._verdict(methods, sizes, tokens_before, streams, seed)
+        verdict = self._verdict(methods, sizes, tokens_before, streams, seed)
         if verdict.max_error > 1 and (wider := self._wider_dtype()) is not None:
             first = verdict.max_error  # from the reference, which may be off by a third of what both together may be
-            verdict, share = self._verdict(methods, sizes, tokens_before, streams, seed, wider)
+            verdict = self._verdict(methods, sizes, tokens_before, streams, seed, wider)
             first /= max(1.0, 3 * verdict.rounding_error)
             verdict = verdict._replace(max_error=max(verdict.max_error, first))
         self.max_error = max(self.max_error, verdict.max_error)
@@ -241,8 +240,8 @@ class MethodCheck:
             return f"rounding changes attention by {verdict.rounding_error:.1f} times what is allowed", verdict
         if verdict.max_error > 1:
             return "its attention differs from the plain walk's", verdict
-        if share > allowed:
-            return f"{share:.0%} of the tokens it evicts are others than the plain walk's", verdict
+        if verdict.other_victims > allowed:
+            return f"{verdict.other_victims:.0%} of the tokens it evicts are others than the plain walk's", verdict
         return "no head of a layer could be compared with the plain walk's" if verdict.uncompared else "", verdict
 
     def _verdict(
@@ -253,8 +252,8 @@ class MethodCheck:
         streams: int,
         seed: int,
         wider: torch.dtype | None = None,
-    ) -> tuple[Verdict, float]:
-        """Replay the same inputs by a method and a reference. Returns the share of evicted tokens that are others, too.
+    ) -> Verdict:
+        """Replay the same inputs by a method and a reference.
 
         wider: dtype in which the reference is also computed, to measure its rounding error; None: it counts as exact.
         """
@@ -273,7 +272,7 @@ class MethodCheck:
                 comparison.read_prompt(block, _PROMPT_BLOCK)
             else:
                 comparison.read(block)
-        return comparison.verdict(), _other_victims(candidate, reference, tokens_before + sum(sizes))
+        return comparison.verdict()
 
     def _inputs(self, tokens: Tensor) -> list[LayerInputs]:
         """The inputs of the attention of all layers on these tokens, recorded once."""
@@ -339,26 +338,6 @@ class MethodCheck:
 
 def blocks_by(read: CachedDecoder) -> str:
     """How a decoder reads blocks, as in `FastCheck`."""
-    if any(w.has_closed_form for w in read.walks) or not read.config.policy.evicts:
+    if not read.config.policy.evicts:
         return "closed form"
-    if any(w.is_compiled for w in read.walks):
-        return "compiled walk"
-    return "compiled steps" if any(w.walks_by_steps for w in read.walks) else "walk"
-
-
-def _other_victims(fast: CachedDecoder, reference: CachedDecoder, tokens_read: int) -> float:
-    """Share of the tokens that the plain decoder has evicted, after `tokens_read` tokens, which the other one still holds."""
-    others = evicted = 0
-    for ours, theirs in zip(fast.walks, reference.walks, strict=True):
-        held = [_held(walk.slots, tokens_read) for walk in (ours, theirs)]
-        others += int((held[0] & ~held[1]).sum())
-        evicted += int((~held[1]).sum())
-    return others / max(evicted, 1)
-
-
-def _held(slots: Slots, tokens_read: int) -> Tensor:
-    """Return which of the first `tokens_read` tokens each row holds. [R, tokens_read] bool."""
-    position, rank = slots.tensors.position, slots.tensors.rank
-    column = position.masked_fill(rank == slots.empty_rank, tokens_read)  # an empty slot counts as none of them
-    held = torch.zeros(len(column), tokens_read + 1, dtype=torch.bool, device=column.device)
-    return held.scatter_(1, column, value=True)[:, :tokens_read]
+    return next((name for name in ("closed form", "compiled walk", "compiled steps") if name in read.offers), "walk")

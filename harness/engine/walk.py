@@ -43,8 +43,6 @@ class Walk:
     """Drives blocks through the layers of one `Slots`.
 
     Attributes:
-        slots: of the layers.
-        rows: of the slots.
         rotation: of the layers; None without RoPE.
         ordered: the slots hold their tokens oldest first.
         steady: where the next token goes as the one before did, its rank in all rows, [R] int64, and RoPE of its queries.
@@ -342,35 +340,19 @@ class Walk:
         return other
 
     @property
-    def has_closed_form(self) -> bool:
-        """Whether blocks may be computed without walking them."""
-        return self._shortcuts.form is not None
-
-    @property
-    def may_flex(self) -> bool:
-        """Whether blocks of whole tiles may be computed by FlexAttention."""
-        form = self._shortcuts.form
-        return form is not None and form.may_flex
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether blocks are walked by a compiled loop."""
-        return self._method.walk_kernel and self._kernels.walk is not None and not self.has_closed_form
-
-    @property
-    def walks_by_steps(self) -> bool:
-        """Whether the kernel of a step reads the tokens of blocks that have to be walked."""
-        return self._shortcuts.walks_by_steps and not self.has_closed_form
-
-    @property
-    def walks_in_graphs(self) -> bool:
-        """Whether the launches of a compiled loop may be replayed as CUDA graphs."""
-        return self.is_compiled and self._kernels.walk is not None and self._kernels.walk.in_graphs
-
-    @property
-    def steps_by_kernel(self) -> bool:
-        """Whether single tokens are taken in by a compiled kernel."""
-        return self._method.step_kernel and self._kernels.step is not None and self.slots.sees <= {"weights"}
+    def offers(self) -> frozenset[str]:
+        """Names of the shortcuts that may be taken, as in `RAN`."""
+        form, walk, method = self._shortcuts.form, self._kernels.walk, self._method
+        is_compiled = method.walk_kernel and walk is not None and form is None
+        offered = {
+            "closed form": form is not None,
+            "FlexAttention": form is not None and form.may_flex,
+            "compiled walk": is_compiled,
+            "walk in graphs": is_compiled and walk is not None and walk.in_graphs,
+            "compiled steps": self._shortcuts.walks_by_steps and form is None,
+            "step kernel": method.step_kernel and self._kernels.step is not None and self.slots.sees <= {"weights"},
+        }
+        return frozenset(name for name, is_offered in offered.items() if is_offered)
 
     @property
     def notes_written(self) -> bool:
@@ -385,4 +367,4 @@ class Walk:
     @property
     def plain_because(self) -> str:
         """Why no kernel can walk its blocks, where they have to be walked; empty otherwise."""
-        return "" if self.has_closed_form or self.slots.capacity is None else self._kernels.plain_because
+        return "" if self._shortcuts.form is not None or self.slots.capacity is None else self._kernels.plain_because

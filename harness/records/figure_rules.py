@@ -48,22 +48,14 @@ class Checked:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A figure that another check compares.
-
-    Attributes:
-        check: name of that check.
-    """
+    """A figure that another check compares."""
 
     check: str
 
 
 @dataclass(frozen=True)
 class Unchecked:
-    """A figure that the gate does not check.
-
-    Attributes:
-        because: the reason.
-    """
+    """A figure that the gate does not check."""
 
     because: str
 
@@ -105,7 +97,6 @@ def rule_in(model: type[BaseModel], path: tuple[str, ...]) -> Rule | None:
     """The rule of a figure's field, or of the innermost enclosing field that has one.
 
     Args:
-        model: class of the part of the record.
         path: JSON keys and list indices that lead to the figure: ("buckets", "3", "nll").
     """
     field = next((f for name, f in model.model_fields.items() if path[0] in (name, f.alias)), None)

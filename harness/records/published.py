@@ -35,7 +35,6 @@ class Published:
     """A record as it is published.
 
     Attributes:
-        record: its content.
         trace: content of its trace; None if that is not published.
     """
 
@@ -48,7 +47,6 @@ class Suite:
 
     Attributes:
         path: of the JSONL file.
-        lines: of the JSONL file.
         rows: row number of each value and trace in the Parquet file.
     """
 

@@ -45,19 +45,15 @@ class Record:
     """Record of a measured cell: its specification, the figures, and what is needed to check them.
 
     Attributes:
-        cell: what was measured.
         cell_id: hash of `cell`.
         key: hash of everything that determines the figures: cell id, token ids, weights, the policy's source, the task's version,
             NUMERICS_VERSION.
         status: "ok", or "failed": then `error` says why and `metrics` may be empty.
-        error: of a failed cell (harness/core/errors.py).
         metrics: the task's figures; of the task's own class if the cell went well and the task is installed.
-        data: what was read.
         facts: what may differ without changing the figures.
         finished: time in UTC, ISO 8601.
         trace: the file beside the record with figures per token, question or step; None if the task keeps none.
         numerics: NUMERICS_VERSION of the code that measured.
-        version: of the record format.
     """
 
     cell: CellSpec

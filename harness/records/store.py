@@ -72,10 +72,6 @@ class RecordStore:
     def stamp(self, record: Record, now: datetime.datetime) -> str:
         """The time to write into a finished record: now, or a second after the cell's latest record if that is later.
 
-        Args:
-            record: about to be written.
-            now: in UTC.
-
         Raises:
             UserError: another record of the cell lies more than a day in the future.
         """
@@ -97,7 +93,6 @@ class RecordStore:
         """Write a record atomically. Its trace comes first, so that no record lacks its trace.
 
         Args:
-            record: to write.
             trace: the finished trace, a file that is moved here, or its content; None if there is none.
 
         Raises:

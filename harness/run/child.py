@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 class ChildError(RuntimeError):
-    """An error that a child process could not attribute to a cell.
-
-    Attributes:
-        failure: of its cells' records.
-    """
+    """An error that a child process could not attribute to a cell."""
 
     def __init__(self, failure: dict[str, Any]) -> None:
         super().__init__(failure)

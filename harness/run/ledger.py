@@ -56,7 +56,6 @@ class Outcome:
     """A measured cell.
 
     Attributes:
-        facts: of its record.
         metrics: its figures; None if it failed.
         failure: why it failed; None if it went well.
         trace: file with its trace, or the content; None if there is none.

@@ -197,11 +197,9 @@ class _Attempt:
     """A cell while it is measured.
 
     Attributes:
-        item: the prepared cell.
         trace: file that its trace is written to.
         keep_map: None if none was asked for, or the task has none.
         reference: record of the cell that it is compared with while it is measured; None if there is none.
-        facts: of its record.
         result: its figures, or the error it failed with.
     """
 

@@ -62,7 +62,6 @@ class RunOptions:
     """How to run a suite. Numbers depend on it by no more than rounding.
 
     Attributes:
-        device: to run on.
         data: directory of the text; the task's own source when None.
         block: T, tokens that pass a layer at once; chosen by method and free memory when None.
         walk: always read token by token inside the layers.

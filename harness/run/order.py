@@ -25,7 +25,6 @@ class Order:
         groups: each is measured at once.
         cells: all of the run, so that a cache that does not fit is reported when its model is loaded.
         options: of the run, with the device of the process that measures.
-        threads: of the CPU.
         folder: that the run was started in. A worker works there, if its machine has it.
     """
 
@@ -74,12 +73,7 @@ class GroupOutcomes:
 
 @dataclass(frozen=True)
 class UnsentData:
-    """Stands for data that can't be pickled. The process that measures reads the data itself.
-
-    Attributes:
-        ids_sha256: fingerprint of the data.
-        tokens: of the data.
-    """
+    """Stands for data that can't be pickled. The process that measures reads the data itself."""
 
     ids_sha256: str
     tokens: int

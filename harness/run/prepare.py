@@ -45,13 +45,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Facts about the measuring machine that a run needs before it starts.
-
-    Attributes:
-        device: name of its device.
-        threads: of the CPU.
-        free_bytes: of the device's memory.
-    """
+    """Facts about the measuring machine that a run needs before it starts."""
 
     device: str
     threads: int
@@ -92,6 +86,7 @@ def prepare(
             differs |= {} if tokenizer.loaded is None else {cell.model: tokenizer_differs(tokenizer.loaded, directory)}
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)
+        quantised = gguf_origin(directory).get("quantised")  # what the weights were dequantised from
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
         machine = [there.device, there.threads] if task.measures in OF_MACHINE else []
         reference = [] if cell.reference is None else [keys[cell.reference.id]]
@@ -103,7 +98,7 @@ def prepare(
         record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=facts_of_data)
         facts = {
             "weights_sha256": weights,
-            **_quantisation(directory),
+            **({"dequantised_from": quantised} if quantised else {}),
             "policy_sha256": source,
             **({"code": cell.policy.code} if isinstance(cell.policy, Contestant) else {}),
             **task_source,
@@ -111,12 +106,6 @@ def prepare(
         }
         prepared.append(Prepared(cell, task, tokens, directory, record, facts))
     return prepared
-
-
-def _quantisation(directory: Path) -> dict[str, str]:
-    """The record's fact of what the weights were dequantised from."""
-    quantised = gguf_origin(directory).get("quantised")
-    return {"dequantised_from": quantised} if quantised else {}
 
 
 def _data_facts(task: type[Task], data: Data) -> DataFacts:

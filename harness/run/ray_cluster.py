@@ -25,7 +25,6 @@ class Cluster:
     """The machines that Ray manages.
 
     Attributes:
-        ray: the package.
         gpus: of all machines.
     """
 

@@ -38,7 +38,6 @@ class Reading(NamedTuple):
     Attributes:
         method: the shortcuts that may be used.
         block: tokens that pass a layer at once.
-        facts: of the record.
         slow: why blocks are read by the plain walk, and how fast; empty if they are not, or were to be.
     """
 

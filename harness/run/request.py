@@ -15,7 +15,7 @@ from kvbench.harness.core import user_files
 from kvbench.harness.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from kvbench.harness.records import Record, RecordStore
+    from kvbench.harness.records import Record
     from kvbench.harness.run.ledger import RunWatcher, Wanted
     from kvbench.harness.run.options import KeepSteps, RunOptions
     from kvbench.harness.suite import Cell
@@ -110,12 +110,20 @@ class RunRequest:
         from kvbench.harness.records import RecordStore
         from kvbench.harness.run.ledger import RunWatcher
         from kvbench.harness.run.progress import ProgressView, StderrConsole
+        from kvbench.harness.run.runner import run
 
-        options = self._options(block, walk, fresh, keep)
+        store, options = RecordStore(results), self._options(block, walk, fresh, keep)
         with ExitStack() as stack:
             watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks, until)) if progress else RunWatcher()
             watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
-            return self._run(self._installed(cells, watcher), RecordStore(results), options, watcher, wanted)
+            installed = self._installed(cells, watcher)
+            if self.ray is None:
+                return run(installed, store, options, watcher, wanted=wanted)
+            from kvbench.harness.run.on_ray import ray_executor
+
+            workers = ray_executor(self.ray, self.workers, self.threads or 1, self.device, options, installed)
+            executor = stack.enter_context(workers)
+            return run(installed, store, options, watcher, executor.measure, executor.machine)
 
     def _installed(self, cells: Sequence[Cell], watcher: RunWatcher) -> list[Cell]:
         """The cells of a suite without those that need a package which is not installed. Each policy left out is noted.
@@ -155,18 +163,6 @@ class RunRequest:
 
         if self.threads:
             torch.set_num_threads(self.threads)
-
-    def _run(
-        self, cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher, wanted: Wanted | None
-    ) -> list[Record]:
-        from kvbench.harness.run.runner import run
-
-        if self.ray is None:
-            return run(cells, store, options, watcher, wanted=wanted)
-        from kvbench.harness.run.on_ray import ray_executor
-
-        with ray_executor(self.ray, self.workers, self.threads or 1, self.device, options, cells) as executor:
-            return run(cells, store, options, watcher, executor.measure, executor.machine)
 
 
 def _crowded(device: str) -> str:

@@ -11,8 +11,6 @@ class Work:
     """A group of cells, as the schedule sees it.
 
     Attributes:
-        number: of the group.
-        model: that must be loaded.
         seconds: estimated; only proportions matter.
         alone: no other worker may be busy meanwhile.
         after: numbers of the groups whose records it needs.

@@ -56,11 +56,7 @@ class Rates(NamedTuple):
 
 
 class Speeds:
-    """Speeds of one loaded model; each is measured when it is first needed.
-
-    Attributes:
-        load_seconds: that loading took.
-    """
+    """Speeds of one loaded model; each is measured when it is first needed."""
 
     def __init__(self, model: Model, load_seconds: float = 0.0, until: float = float("inf")) -> None:
         """After the moment `until` of `time.monotonic`, the slowest known policy stands for those not measured yet."""

@@ -190,7 +190,7 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     resources = validated(Resources, suite.resources or {}, source, ("resources",))
     cells = _bounded(
         (
-            replace(_cell(suite, model, task, entry, source), resources=resources)
+            _cell(suite, model, task, entry, source, resources)
             for model, task, entry in itertools.product(models, tasks, chosen)
             if task.is_for(entry)
         ),
@@ -211,6 +211,8 @@ def _unique(cells: Iterable[Cell]) -> list[Cell]:
     known: dict[str, Cell] = {}
     for cell in cells:
         other = known.setdefault(cell.id, cell)
+        if other is cell:
+            continue
         for (name, source), (other_name, other_source) in zip(_sources(cell), _sources(other), strict=True):
             if source != other_source:
                 raise UserError(f"{other_name} and {name} would have the same records, which leave out folders: rename one")
@@ -337,7 +339,7 @@ def _tasks(given: dict[str, Any], source: Source, location: Location) -> Iterato
         yield _TaskEntry(*_task(one, source, location), only, evicts, location)
 
 
-def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> Cell:
+def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source, resources: Resources) -> Cell:
     return Cell(
         suite.suite,
         suite.version,
@@ -352,6 +354,7 @@ def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, s
         entry.evict,
         entry.kv,
         source.place(entry.location),
+        resources,
     )
 
 

@@ -35,12 +35,6 @@ class Entry:
         name: of the policy, as the suite has it.
         policy: not yet bound to a capacity.
         budget: its capacity, as the suite has it; None if it takes none.
-        evict: when tokens are evicted.
-        kv: how K and V are stored; None: in the model's dtype.
-        positions: where RoPE puts a cached token.
-        limit: largest distance of positions `clamped`.
-        seed: of the policy's random numbers.
-        location: place of the entry in the suite.
         blamed: place to name if the policy can't serve the capacity.
     """
 
@@ -123,9 +117,6 @@ def capacity_of(entry: Entry, budget: dict[str, Any], model: ModelSpec, prompt: 
     `count: all`, ranks, positions and statistics count, too.
 
     Args:
-        entry: of the policy.
-        budget: its own.
-        model: whose tokens they are.
         prompt: length of the task's prompts, if they have one.
 
     Raises:
@@ -203,8 +194,6 @@ def policy_with(name: str, kind: type[Policy], parameters: Mapping[str, Any], op
     """The policy with these parameters, held to the rules for an entry of a suite.
 
     Args:
-        name: of the policy, for messages.
-        kind: its class.
         parameters: by name. A policy inside is an instance, a name, or a mapping with a name.
         option: that gave the parameters, for messages.
 

@@ -102,13 +102,9 @@ class LmEvalOptions(Options):
         return settings if self.temperature is None else settings | {"do_sample": self.temperature > 0}
 
     @model_validator(mode="after")
-    def _prompt_tokens_are_used(self) -> Self:
+    def _is_possible(self) -> Self:
         if self.prompt_tokens is not None and self.prompt != "truncate":
             raise ValueError(f"prompt_tokens is for prompt truncate, not {self.prompt}")
-        return self
-
-    @model_validator(mode="after")
-    def _question_is_found(self) -> Self:
         if self.question == "unseen" and self.prompt == "truncate":
             raise ValueError("question unseen needs the whole prompt before it, so prompt can't be truncate")
         if self.question_from is not None and self.question is None:

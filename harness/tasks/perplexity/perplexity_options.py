@@ -76,35 +76,18 @@ class PerplexityOptions(Options):
     )
 
     @model_validator(mode="after")
-    def _has_streams_side_by_side(self) -> Self:
+    def _is_possible(self) -> Self:
+        length, shortest = self.tokens // (self.streams or 1), MIN_BLOCKS * MIN_BLOCK_TOKENS
         if self.side_by_side is not None and self.streams is None:
             raise ValueError("side_by_side says how many of the streams are read at once: give streams, too")
-        return self
-
-    @model_validator(mode="after")
-    def _has_streams_of_two_tokens(self) -> Self:
-        if self.tokens // (self.streams or 1) < 2:
+        if length < 2:
             raise ValueError(f"streams {self.streams:,} are too many for {self.tokens:,} tokens: each needs at least 2")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_generated(self) -> Self:
         if self.data in GENERATED and self.tokens > _MAX_GENERATED_TOKENS:
             raise ValueError(f"tokens {self.tokens:,} is more than the {_MAX_GENERATED_TOKENS:,} tokens that can be generated")
-        return self
-
-    @model_validator(mode="after")
-    def _goes_on_after_the_prompt(self) -> Self:
-        length = self.tokens // (self.streams or 1)
         if self.prompt is not None and self.prompt >= length:
             raise ValueError(f"prompt {self.prompt:,} leaves nothing to score in a stream of {length:,} tokens")
-        return self
-
-    @model_validator(mode="after")
-    def _has_an_interval(self) -> Self:
         if self.until is not None and self.streams is not None:
             raise ValueError("until reads one stream on: leave out streams")
-        shortest = MIN_BLOCKS * MIN_BLOCK_TOKENS
         if self.until is not None and self.tokens <= shortest:
             raise ValueError(f"until needs more than {shortest:,} tokens: a text of {self.tokens:,} has no interval")
         return self

@@ -232,7 +232,6 @@ def figures(lines: Sequence[dict[str, Any]], options: TraceOptions) -> dict[str,
     Args:
         lines: of the trace file, one per answer, program by program: `prompt` and `said`, in words, and `held`: the share of
             what the first wrong word follows from that was cached then.
-        options: of the cell.
     """
     answers = [judged(line["prompt"], line["said"], options) for line in lines]
     right, words = sum(a.right for a in answers), sum(a.words for a in answers)
