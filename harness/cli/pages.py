@@ -133,11 +133,7 @@ def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
 
 
 def _refuse_foreign_files(path: str, option: str) -> None:
-    """Refuse to overwrite a file that is not a page of ours, or that has the name of the charts' folder.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Refuse to overwrite a file that is not a page of ours, or that has the name of the charts' folder."""
     from kvbench.harness.report import chart
 
     page = Path(path)

@@ -69,6 +69,15 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """The seconds of a piece of work, until the device has finished it."""
+    wait_for(device)
+    start = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - start
+
+
 class Marks:
     """A clock that is marked between pieces of work. On CUDA it records events, so that nothing waits."""
 

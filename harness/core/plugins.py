@@ -287,11 +287,7 @@ def load_entry_point(entry: EntryPoint) -> object:
 
 
 def _user_module(source: str) -> ModuleType:
-    """A user's module, given its file or dotted name.
-
-    Raises:
-        UserError: there is none, or it can't be imported.
-    """
+    """A user's module, given its file or dotted name."""
     try:
         if not source.endswith(".py"):
             if str(Path.cwd()) not in sys.path:  # like `python -m`, unlike a console script

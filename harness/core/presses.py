@@ -69,11 +69,7 @@ def is_press(value: Any) -> bool:
 
 
 def refuse_other_versions(name: str) -> None:
-    """Refuse to run where kvpress' hooks would fail.
-
-    Raises:
-        UserError: kvpress needs another transformers than is installed.
-    """
+    """Refuse to run where kvpress' hooks would fail."""
     needed = [Requirement(text).specifier for text in requires(_PACKAGE) or () if Requirement(text).name == "transformers"]
     installed = version("transformers")
     if not all(installed in specifier for specifier in needed):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec
@@ -74,11 +75,7 @@ class CacheConfig:
 
 
 def refuse_too_large(model: Model, config: CacheConfig) -> None:
-    """Refuse a capacity whose slots don't fit into memory.
-
-    Raises:
-        UserError: names both sizes.
-    """
+    """Refuse a capacity whose slots don't fit into memory."""
     if config.capacity is None:
         return
     needed, free = model.kv_bytes(config.capacity + config.every - 1, codec=config.kv), free_bytes(model.device)
@@ -86,6 +83,13 @@ def refuse_too_large(model: Model, config: CacheConfig) -> None:
         raise UserError(
             f"capacity {config.capacity:,}: its slots take {needed / 2**30:,.1f} GiB, but only {free / 2**30:,.1f} are free"
         )
+
+
+def read_blocks(read: Decoder, tokens: Tensor, block: int) -> Tensor:
+    """Read tokens in blocks. [B, N] int64 -> logits after the last one, [B, V]."""
+    for part in tokens.split(block, 1):
+        logits = read(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
+    return logits[:, -1]
 
 
 class Decoder(Protocol):

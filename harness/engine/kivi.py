@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Kivi
-from kvbench.harness.engine.slot_stores import CodedStore, CodedWindow, Padded, decoded, encoded, extended, with_run
+from kvbench.harness.engine.slot_stores import CodedStore, CodedWindow, Window, decoded, encoded, extended, with_run
 
 
 class KiviKeys:
@@ -66,7 +66,7 @@ class KiviKeys:
         return blocks + int((count % self.codec.residual).sum()) * dims * itemsize
 
 
-class KiviKeysWindow(Padded):
+class KiviKeysWindow(Window):
     """Some rows of keys."""
 
     def __init__(self, store: KiviKeys, rows: slice, slots: int, rank: Tensor) -> None:

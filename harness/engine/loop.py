@@ -20,7 +20,7 @@ from torch import Tensor
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.budgets import Layout, Table, static_table
-from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.decoder import CacheConfig, Decoder, read_blocks
 from kvbench.harness.engine.foreign import ForeignDecoder
 from kvbench.harness.engine.kernel_interface import StepGraphs, step_graphs
 from kvbench.harness.engine.method import EAGER, Method
@@ -178,7 +178,7 @@ class CachedDecoder:
         length = tokens.shape[1]
         if self.config.evict != "prompt" and not (once and self.config.policy.evicts):
             self.begin_prompt(length)
-            return self._read_blocks(tokens, block)
+            return read_blocks(self, tokens, block)
         table = static_table(self.model, self.config, length)
         self._hold(self._layout.for_prompt(length, table))
         statistics = {s for walk in self.walks for s in walk.slots.tensors.states if s.sees}
@@ -186,9 +186,9 @@ class CachedDecoder:
         quiet = max(0, length - last)
         for walk in self.walks:
             walk.slots.begin_prompt(length, quiet)
-        logits = self._read_blocks(tokens[:, :quiet], block) if quiet else None
+        logits = read_blocks(self, tokens[:, :quiet], block) if quiet else None
         if quiet < length:
-            logits = self._read_blocks(tokens[:, quiet:], block)
+            logits = read_blocks(self, tokens[:, quiet:], block)
         self._cut(length, table)
         assert logits is not None
         return logits
@@ -197,12 +197,6 @@ class CachedDecoder:
         """Note that the next `tokens` tokens of every stream are its prompt, which is read like any others. Or of each: [B]."""
         for walk in self.walks:
             walk.slots.begin_prompt(tokens)
-
-    def _read_blocks(self, tokens: Tensor, block: int) -> Tensor:
-        """Read tokens in blocks. -> logits after the last one, [B, V]."""
-        for part in tokens.split(block, 1):
-            logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
-        return logits[:, -1]
 
     def _cut(self, length: int, table: Table | None) -> None:
         """Keep what the policy wants of a prompt that is held whole."""

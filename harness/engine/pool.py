@@ -184,7 +184,7 @@ class PagedWindow:
         self._pages = store.table.of(rows)
         self._first = rows.start * store.table._slots
         self._flat, self._tensor = store.flat, store.tensor[self._pages]
-        self.parts = (store.tensor,)
+        self.parts: tuple[Tensor, ...] = (store.tensor,)
 
     def _local(self) -> Tensor:
         """Return each row's pages, counted from these layers' first page; arbitrary where there is none. [N, W'] int64."""

@@ -116,9 +116,6 @@ def refuse_shared_kv(hf: PreTrainedModel) -> None:
     """Refuse a model in which a layer attends over another layer's K and V: it has fewer caches than the engine would count.
 
     K and V of a few tokens are compared, because families declare sharing in different ways.
-
-    Raises:
-        LookupError: the model has such a layer.
     """
     owners: dict[bytes, int] = {}
     for layer, (_, keys, values, _) in sorted(_observe(hf, 0, Probe()).observed.items()):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, causal
-from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.decoder import CacheConfig, read_blocks
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rotary import rotate
 
@@ -147,9 +147,7 @@ class RecomputeDecoder:
 
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
         """Read prompts in blocks; only the last windows are run. [B, N] int64 -> logits after the last token, [B, V]."""
-        for part in tokens.split(block, 1):
-            logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
-        return logits[:, -1]
+        return read_blocks(self, tokens, block)
 
     def reserve(self, tokens: int) -> None:
         """Does nothing: there is no cache to grow."""

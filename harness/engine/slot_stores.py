@@ -18,11 +18,13 @@ from kvbench.policies.view import Rotate
 
 
 class Window(Protocol):
-    """Some rows of a store, and their first slots."""
+    """Some rows of a store, and their first slots.
 
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """The tensors of these rows, as the store's class has them."""
+    Attributes:
+        parts: the tensors of these rows, as the store's class has them.
+    """
+
+    parts: tuple[Tensor, ...]
 
     def read(self) -> Tensor:
         """Return the slots' contents, decoded. [N, S, D], the model's dtype."""
@@ -58,25 +60,11 @@ class Window(Protocol):
         Returns:
             [N, G, S].
         """
-
-    def mix(self, weights: Tensor, into: Tensor) -> None:
-        """Weighted sums of a row's values, if these are values. weights: [N, G, S]; into: [N, G, D]."""
-
-
-class Padded:
-    """The attention of windows that read all rows at once."""
-
-    def read(self) -> Tensor:
-        """Return the slots' contents, decoded. [N, S, D], the model's dtype."""
-        raise NotImplementedError
-
-    def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
-        """Dot products with the keys. [N, G, S]."""
         keys = self.read()
         return torch.bmm(query, (keys if factors is None else rotate(keys, factors)).transpose(1, 2))
 
     def mix(self, weights: Tensor, into: Tensor) -> None:
-        """Weighted sums of the values. [N, G, D]."""
+        """Weighted sums of a row's values, if these are values. weights: [N, G, S]; into: [N, G, D]."""
         values = self.read()
         torch.bmm(weights.to(values.dtype), values, out=into)
 
@@ -128,7 +116,7 @@ class FloatStore:
         return int(held.sum()) * self.tensor.shape[-1] * self.tensor.itemsize
 
 
-class FloatWindow(Padded):
+class FloatWindow(Window):
     """Some rows of a float store."""
 
     def __init__(self, view: Tensor, flat: Tensor) -> None:
@@ -203,7 +191,7 @@ class CodedStore:
         return exempt * dims * itemsize + (int(held.sum()) - exempt) * self.codec.bytes_of(dims, itemsize)
 
 
-class CodedWindow(Padded):
+class CodedWindow(Window):
     """Some rows of a coded store."""
 
     def __init__(self, store: CodedStore, rows: slice, slots: int, account: Tensor) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.core.device import free_bytes, seconds_of
 from kvbench.harness.engine.closed_form import TILE
 from kvbench.harness.engine.comparison import (
     LayerInputs,
@@ -325,11 +325,7 @@ class MethodCheck:
         seconds: list[list[float]] = [[], []]
         for _ in range(_SINGLE_TOKENS if tokens == 1 else _TIMED_BLOCKS):
             for read, of_decoder in zip((fast, reference), seconds, strict=True):
-                wait_for(self._model.device)
-                start = time.perf_counter()
-                read(block, keep=keep)
-                wait_for(self._model.device)
-                of_decoder.append(time.perf_counter() - start)
+                of_decoder.append(seconds_of(partial(read, block, keep=keep), self._model.device))
             if tokens > 1 and seconds[0][0] * _CLEARLY < seconds[1][0]:
                 break
         ours, theirs = (1e3 * median(of_decoder) for of_decoder in seconds)

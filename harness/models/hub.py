@@ -49,11 +49,7 @@ def builtins() -> list[str]:
 
 
 def _builtin(name: str) -> Path:
-    """The directory of a reference model.
-
-    Raises:
-        UserError: there is no model with this name.
-    """
+    """The directory of a reference model."""
     known = builtins()
     if name not in known:
         hint = did_you_mean(name, known) if known else "; there are none yet"
@@ -62,11 +58,7 @@ def _builtin(name: str) -> Path:
 
 
 def _shape(name: str) -> Path:
-    """The config file of a shape: one of ours, or that of a model directory.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """The config file of a shape: one of ours, or that of a model directory."""
     file = _SHAPES / f"{name}.json" if name in shapes() else Path(name).expanduser() / "config.json"
     if not file.exists():
         hint = did_you_mean(name, shapes())

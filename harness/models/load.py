@@ -241,11 +241,7 @@ def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None
 
 
 def refuse_unless_finite(hf: PreTrainedModel, name: str, dtype: str) -> None:
-    """Refuse a model whose logits are not finite.
-
-    Raises:
-        RefusedModelError: they are not.
-    """
+    """Refuse a model whose logits are not finite."""
     if not has_finite_output(hf):
         instead = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or too large for it"
         raise RefusedModelError(f"{name}: its logits are not finite in {dtype}: {instead}")

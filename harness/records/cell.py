@@ -152,11 +152,7 @@ class CellSpec(Document):
 
     @classmethod
     def _with_options(cls, value: Mapping[str, Any], options_of_task: type[Options]) -> Self:
-        """Validate a mapping whose task has these options.
-
-        Raises:
-            BadRecordError: with the first mistake.
-        """
+        """Validate a mapping whose task has these options."""
         task, recorded_options = value["task"], recorded(options_of_task)
         try:
             options = recorded_options.model_validate(task)

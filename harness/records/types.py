@@ -29,11 +29,7 @@ Outcomes = Annotated[str, Field(pattern="^[01]*$")]
 
 
 def _bounded(value: Any) -> Any:
-    """Check that all numbers in a JSON value are finite and bounded.
-
-    Raises:
-        ValueError: one of them is not.
-    """
+    """Check that all numbers in a JSON value are finite and bounded."""
     if isinstance(value, dict):
         for part in value.values():
             _bounded(part)

@@ -139,9 +139,6 @@ def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: to
     """Refuse a user's unbound policy that breaks a rule.
 
     A policy that raises is let through: its cell fails, and the other cells still run.
-
-    Raises:
-        UserError: the policy breaks a rule.
     """
     findings = [] if plugins.is_ours(type(policy)) else broken_rules(policy, capacity, device)
     first = next((f for f in findings if f.error is None), None)

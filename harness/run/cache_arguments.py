@@ -30,11 +30,7 @@ _UNDERSTOOD = {
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse a call that wants more than logits, or has no tokens.
-
-    Raises:
-        UserError: names the arguments.
-    """
+    """Refuse a call that wants more than logits, or has no tokens."""
     others = [k for k, v in given.items() if k not in _UNDERSTOOD and v is not None and v is not False]
     tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
     if others or tokens is None:

@@ -211,9 +211,6 @@ class Cache(AnsweringCache):
         """Refuse tokens that don't follow those read, going by their positions, with padding or without. [..., T] int64.
 
         Without a cut of what was read, `generate` passes a prompt again that is no longer than it.
-
-        Raises:
-            UserError: names how many tokens were read, and `reset`.
         """
         if positions is None:
             return

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, new_partial
-from kvbench.harness.engine.decoder import Decoder
+from kvbench.harness.engine.decoder import Decoder, read_blocks
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.keep_map import SUFFIX, Map, arrow, evictions, replayable_capacities
@@ -164,9 +164,7 @@ class RecordingDecoder:
                 self._map.add(step, self._decoder.kept() if step == self._seen - 1 else [])
             return logits
         self._decoder.begin_prompt(tokens.shape[1])
-        for part in tokens.split(block, 1):
-            logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
-        return logits[:, -1]
+        return read_blocks(cast(Decoder, self), tokens, block)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the decoder's own; a fork notes nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.core.device import seconds_of
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.evict import Evict
 from kvbench.harness.core.resets import holds_kv
@@ -270,6 +270,4 @@ def _tokens_per_second(model: Model, config: CacheConfig, method: Method) -> flo
     full = config.capacity or _TIMED_TOKENS
     warm_up, block = _tokens(2 * full + _TIMED_TOKENS, 1).split([2 * full, _TIMED_TOKENS], 1)
     read(warm_up)
-    start = time.perf_counter()
-    read(block)
-    return _TIMED_TOKENS / (time.perf_counter() - start)
+    return _TIMED_TOKENS / seconds_of(lambda: read(block), model.device)

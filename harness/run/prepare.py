@@ -130,11 +130,7 @@ def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], fre
 
 
 def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device) -> None:
-    """Refuse a cache that can't be allocated.
-
-    Raises:
-        UserError: it takes more bytes than are free.
-    """
+    """Refuse a cache that can't be allocated."""
     if needed <= free:
         return
     streams = cell.workload.side_by_side
@@ -149,9 +145,6 @@ def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool)
     """Refuse what a model on several devices can't do.
 
     `elsewhere`: other machines measure, which have devices of their own.
-
-    Raises:
-        UserError: names the first.
     """
     for cell in cells:
         task, spec = plugins.task_class(cell.task.name), cell.model
@@ -162,11 +155,7 @@ def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool)
 
 
 def _refuse_rule_breakers(cells: Sequence[Cell], device: torch.device) -> None:
-    """Refuse a user's policy that breaks a rule.
-
-    Raises:
-        UserError: names the first.
-    """
+    """Refuse a user's policy that breaks a rule."""
     distinct = {(c.name, repr(c.policy), c.capacity): c for c in cells if not isinstance(c.policy, Contestant)}
     for cell in distinct.values():
         refuse_if_broken(cell.name, cell.policy, cell.capacity, device)

@@ -93,11 +93,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as one of Python.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Return a number of NumPy or PyTorch as one of Python."""
     try:
         return value.item()
     except (AttributeError, ValueError, RuntimeError):

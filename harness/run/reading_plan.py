@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from kvbench.harness.core.contestants import Contestant
-from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.core.device import free_bytes, seconds_of
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
@@ -99,22 +97,14 @@ def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int)
     read = CachedDecoder(model, config, streams, method)
     read.fill_randomly(config.capacity or 0)
     tokens = torch.zeros(streams, _TIMED_TOKENS, dtype=torch.int64, device=model.device)
-    return tokens.numel() / min(_seconds(model.device, lambda: read(tokens)) for _ in range(2))  # the first one warms up
+    return tokens.numel() / min(seconds_of(lambda: read(tokens), model.device) for _ in range(2))  # the first one warms up
 
 
 def _prompt_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
     """Tokens per second of all streams while a prompt is read that is cut at its end."""
     tokens = torch.zeros(streams, (config.capacity or 0) + _TIMED_TOKENS, dtype=torch.int64, device=model.device)
     read = lambda: CachedDecoder(model, config, streams, method).read_prompt(tokens, PLAIN_BLOCK_TOKENS)  # noqa: E731
-    return tokens.numel() / _seconds(model.device, read)
-
-
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    wait_for(device)
-    start = time.perf_counter()
-    work()
-    wait_for(device)
-    return time.perf_counter() - start
+    return tokens.numel() / seconds_of(read, model.device)
 
 
 def _block_that_fits(model: Model, streams: int) -> int:

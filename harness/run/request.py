@@ -56,11 +56,7 @@ class RunRequest:
         return self._of_tasks(suites.load(suites.find(self.suite), overrides)[1])
 
     def _of_tasks(self, cells: list[Cell]) -> list[Cell]:
-        """The cells of the chosen tasks.
-
-        Raises:
-            UserError: the suite has no such task.
-        """
+        """The cells of the chosen tasks."""
         known = {cell.task.name for cell in cells}
         for name in sorted(set(self.tasks) - known):
             raise UserError(f"the suite has no task '{name}'{did_you_mean(name, known)}")

@@ -68,11 +68,7 @@ class Route:
         return route
 
     def refuse_if_compiled_since(self) -> None:
-        """Refuse a model that was compiled after it was routed: compiled code does not ask who computes attention.
-
-        Raises:
-            UserError: says what to do.
-        """
+        """Refuse a model that was compiled after it was routed: compiled code does not ask who computes attention."""
         if self.model.hf is self.hf and is_compiled(self.hf):
             raise UserError(f"{type(self.hf).__name__} was compiled after its first kvbench.Cache: drop its caches for new ones")
 
@@ -97,11 +93,7 @@ def routable(model: Any) -> PreTrainedModel:
 
 
 def refuse_training(hf: PreTrainedModel) -> None:
-    """Refuse a model that drops values at random.
-
-    Raises:
-        UserError: it is in training mode.
-    """
+    """Refuse a model that drops values at random."""
     if hf.training:
         raise UserError(f"{type(hf).__name__} is in training mode: call model.eval() to put it into evaluation mode")
 

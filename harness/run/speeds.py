@@ -8,7 +8,6 @@ take turns, so that a moment of other work on the machine disturbs little.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -18,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from kvbench.harness.core.contestants import Contestant
-from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.core.device import free_bytes, seconds_of
 from kvbench.harness.core.evict import at_once
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
@@ -104,6 +103,7 @@ class Speeds:
         """Seconds of the check before a cell, which is remembered for cells of the same policy, capacity and moment."""
         return min(_MOST_CHECK_SECONDS, _CHECK_TOKENS * rates.token)
 
+    @torch.inference_mode()
     def _block(self, cached: int) -> float:
         """Seconds per token of a large block under full attention, the loss included."""
         cached = 1 << max(0, cached // _BLOCK_TOKENS).bit_length()  # a few sizes, in blocks
@@ -111,8 +111,8 @@ class Speeds:
             read = self._filled(_DENSE, 1, (cached - 1) * _BLOCK_TOKENS)
             ids = torch.zeros(1, _BLOCK_TOKENS, dtype=torch.int64, device=self._model.device)
             loss = lambda: cross_entropy(read(ids).flatten(0, 1).float(), ids.flatten(), reduction="none")  # noqa: E731
-            warm = self._seconds(loss)
-            self._blocks[cached] = median(self._seconds(loss) for _ in range(self._rounds(warm))) / ids.numel()
+            warm = seconds_of(loss, self._model.device)
+            self._blocks[cached] = median(seconds_of(loss, self._model.device) for _ in range(self._rounds(warm))) / ids.numel()
         return self._blocks[cached]
 
     def _adds(self, config: CacheConfig, streams: int, held: int) -> Rates:
@@ -129,16 +129,17 @@ class Speeds:
     @torch.inference_mode()
     def _tried(self, config: CacheConfig, streams: int, tokens: int) -> Rates:
         read, dense = (self._filled(one, streams, tokens) for one in (config, _DENSE))
+        device = self._model.device
         count = max(4, _SHORT_TOKENS // streams, min(_MOST_SHORT_TOKENS, at_once(config.evict)))
         while True:
-            ids = torch.zeros(streams, count, dtype=torch.int64, device=self._model.device)
-            warm, _ = (self._seconds(partial(decoder, ids)) for decoder in (read, dense))
+            ids = torch.zeros(streams, count, dtype=torch.int64, device=device)
+            warm, _ = (seconds_of(partial(decoder, ids), device) for decoder in (read, dense))
             if warm >= _ENOUGH_SECONDS or count >= _MOST_SHORT_TOKENS:
                 break
             count = min(_MOST_SHORT_TOKENS, 4 * count)
-        rounds = [[self._seconds(partial(decoder, ids)) for decoder in (read, dense)] for _ in range(self._rounds(warm))]
+        rounds = [[seconds_of(partial(decoder, ids), device) for decoder in (read, dense)] for _ in range(self._rounds(warm))]
         ours, full = (median(times) for times in zip(*rounds, strict=True))
-        steps = [self._seconds(partial(read, ids[:, :1])) for _ in range(1 + self._rounds(warm))]
+        steps = [seconds_of(partial(read, ids[:, :1]), device) for _ in range(1 + self._rounds(warm))]
         return Rates(max(0.0, ours - full) / ids.numel(), median(steps))
 
     @staticmethod
@@ -155,11 +156,3 @@ class Speeds:
     def _fitting(self, tokens: int) -> int:
         """Streams whose caches take little memory."""
         return int(_MOST_CACHE_BYTES // max(1, self._model.kv_bytes(max(1, tokens))))
-
-    @torch.inference_mode()
-    def _seconds(self, work: Callable[[], object]) -> float:
-        wait_for(self._model.device)
-        start = time.perf_counter()
-        work()
-        wait_for(self._model.device)
-        return time.perf_counter() - start

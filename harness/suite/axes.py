@@ -50,11 +50,7 @@ def evict_from(value: Any) -> Evict:
 
 
 def _pages_from(value: dict[str, Any]) -> Pages:
-    """The pages in `{pages: 16, by: union, worth: mean}`.
-
-    Raises:
-        PydanticCustomError: there are none.
-    """
+    """The pages in `{pages: 16, by: union, worth: mean}`."""
     _refuse_unknown("evict", value, ("pages", "by", "worth"), "pages have no")
     if not _is_whole(value["pages"]):
         raise PydanticCustomError("evict", "pages is a number of tokens, at least 1")
@@ -93,11 +89,7 @@ def kv_from(value: Any) -> Codec | None:
 
 
 def _refuse_unknown(axis: LiteralString, given: Iterable[Any], known: Sequence[str], what: str) -> None:
-    """Refuse names that don't exist.
-
-    Raises:
-        PydanticCustomError: names the first.
-    """
+    """Refuse names that don't exist."""
     for name in given:
         if name not in known:
             raise PydanticCustomError(axis, f"{what} '{name}'{did_you_mean(str(name), known)}")

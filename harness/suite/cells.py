@@ -239,11 +239,7 @@ def with_references(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> None:
-    """Refuse a task for moments of eviction that no policy of the suite has, which would silently measure `dense` alone.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Refuse a task for moments of eviction that no policy of the suite has, which would silently measure `dense` alone."""
     moments = [entry.evict for entry in entries if entry.policy.evicts and entry.policy.caches]
     if task.evicts is not None and moments and not set(task.evicts) & set(moments):
         theirs, its = (", ".join(dict.fromkeys(str(evict_as_json(m)) for m in x)) for x in (moments, task.evicts))

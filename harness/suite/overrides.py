@@ -43,11 +43,7 @@ def apply(source: Source, overrides: Overrides) -> None:
 
 
 def _refuse_choice_of_tasks(source: Source, key: str, value: Any, place: str) -> None:
-    """Refuse to choose among the suite's tasks with `tasks`, which is an option of the task `lm_eval`.
-
-    Raises:
-        UserError: the value names a task of the suite, or one of ours that it does not have.
-    """
+    """Refuse to choose among the suite's tasks with `tasks`, which is an option of the task `lm_eval`."""
     tasks = {task.get("name") for _, task in items(source.data.get("task")) if isinstance(task, dict)}
     names = [name for _, name in items(value) if isinstance(name, str) and name in {*tasks, *plugins.task_names()}]
     if key not in ("task", "tasks") or not names:

@@ -149,11 +149,7 @@ def onto(model: Model, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_clamped(job: Job) -> None:
-    """Refuse full attention with clamped positions.
-
-    Raises:
-        MeasurementError: positions are clamped.
-    """
+    """Refuse full attention with clamped positions."""
     if job.config.positions == "clamped":
         raise MeasurementError("full attention is the model's own, which doesn't clamp positions: leave `positions` out")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.harness.core.device import Marks
 from kvbench.harness.core.resets import holds_kv
-from kvbench.harness.engine.decoder import Decoder
+from kvbench.harness.engine.decoder import Decoder, read_blocks
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import RecomputeDecoder
@@ -236,9 +236,7 @@ class Lane:
 
     def _read_tokens(self, tokens: Tensor) -> None:
         assert self.read
-        for block in tokens.split(self.job.block, 1):
-            logits = self.read(block, keep=torch.tensor([block.shape[1] - 1], device=block.device))
-        self.tokens = logits[:, -1:].argmax(-1)
+        self.tokens = read_blocks(self.read, tokens, self.job.block).argmax(-1, keepdim=True)
 
 
 def can_be_filled(read: Decoder | None) -> bool:
