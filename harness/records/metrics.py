@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from kvbench.harness.records.figure_rules import (
@@ -94,6 +97,14 @@ class Sums(Part):
             raise ValueError("nll_sum and tokens must have the same length and at least one scored token")
         return self
 
+    @cached_property
+    def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """`nll_sum` and `tokens`, converted once because a record is paired with many others. [n] each."""
+        arrays = np.array(self.nll_sum, np.float64), np.array(self.tokens, np.float64)
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
 
 class Blocks(Sums):
     """Sums over runs of `size` positions."""
@@ -159,6 +170,12 @@ class NllMetrics(Metrics):
         yield "perplexity", math.exp(min(self.nll, 700.0))
         if self.bytes is not None:
             yield "bits_per_byte", self.nll * self.tokens / math.log(2) / max(1, self.bytes)
+
+    @cached_property
+    def all_tokens(self) -> StrideBlocks:
+        """Sums over all scored tokens, by run and by text."""
+        blocks = self.blocks
+        return StrideBlocks.model_construct(nll_sum=blocks.nll_sum, tokens=blocks.tokens, size=blocks.size, texts=self.texts)
 
     @property
     def planned_looks(self) -> int:

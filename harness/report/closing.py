@@ -18,7 +18,7 @@ from kvbench.harness.report.feed import answers, words
 from kvbench.harness.report.feed.question import Question, is_reference, questions
 from kvbench.harness.report.feed.words import size
 from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name
-from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, strided, units
+from kvbench.harness.report.pairing import describe_tokens, past_training, question, strided, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.sections import by_machine
 
@@ -215,7 +215,7 @@ def _longer_text(records: Sequence[Record]) -> str:
         return ""
     record, metrics = scored[0]
     capacity = max(r.cell.capacity or 0 for r, _ in scored)
-    read = units(on_all_tokens(metrics), capacity, metrics.stream_tokens, len(record.data.prefix))
+    read = units(metrics.all_tokens, capacity, metrics.stream_tokens, len(record.data.prefix))
     if read.independent or long_enough(len(read.tokens), metrics.blocks.size, capacity):
         return ""
     if metrics.stream_tokens is None:

@@ -12,9 +12,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,10 +53,10 @@ def perplexity(record: Record) -> Interval | None:
     nll, tokens = sums_of_texts(metrics.texts)
     if len(tokens) >= MIN_BLOCKS:
         return clustered(nll, tokens, looks)
-    whole = units(on_all_tokens(metrics), -1, metrics.stream_tokens, len(record.data.prefix))
+    whole = units(metrics.all_tokens, -1, metrics.stream_tokens, len(record.data.prefix))
     if whole.independent:
         return clustered(whole.nll, whole.tokens, looks)
-    result = interval(*sums_of(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0, looks)
+    result = interval(*metrics.blocks.arrays, metrics.blocks.size, record.cell.capacity or 0, looks)
     return replace(result, low=None, high=None, p=None) if past_training(record) else result
 
 
@@ -90,12 +89,18 @@ def mean_of(records: Sequence[Record]) -> Record:
     assert len(parts) == len(records)
     assert len({question(r) for r in records}) == 1
 
-    def mean(sums: Sequence[Sums]) -> Any:
-        return sums[0].model_copy(update={"nll_sum": np.mean([x.nll_sum for x in sums], 0).tolist()})
+    def mean(sums: Sequence[Sums]) -> list[float]:
+        values: list[float] = np.mean([x.nll_sum for x in sums], 0).tolist()
+        return values
 
-    blocks, texts = mean([m.blocks for m in parts]), mean([m.texts for m in parts])
-    changed = {"blocks": blocks, "texts": texts, "on_stride": None, "nll": float(np.mean([m.nll for m in parts]))}
-    return replace(records[0], metrics=parts[0].model_copy(update=changed))
+    first = parts[0]
+    changed = {
+        "blocks": first.blocks.model_dump() | {"nll_sum": mean([m.blocks for m in parts])},
+        "texts": first.texts.model_dump() | {"nll_sum": mean([m.texts for m in parts])},
+        "on_stride": None,
+        "nll": float(np.mean([m.nll for m in parts])),
+    }
+    return replace(records[0], metrics=type(first).model_validate(first.as_json() | changed))
 
 
 def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix: int, looks: int = 1) -> Interval | None:
@@ -111,8 +116,13 @@ def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix:
     Returns:
         In nats per token; None if they scored no tokens in common.
     """
-    a, b = _on_shared_tokens(ours, theirs, prefix)
-    if a is None or b is None or a.size != b.size:
+    read = min((m.tokens_read for m in (ours, theirs) if m.tokens_read is not None), default=None)
+    a, b = (beginning(m.all_tokens, prefix, read) for m in (ours, theirs))
+    if a.tokens != b.tokens:  # one of them scored only every `stride`-th token
+        if ours.on_stride is None or theirs.on_stride is None:
+            return None
+        a, b = (beginning(sums, prefix, read) for sums in (ours.on_stride, theirs.on_stride))
+    if a.size != b.size:
         return None
     of_ours, of_theirs = (units(x, capacity, ours.stream_tokens, prefix) for x in (a, b))
     if not np.array_equal(of_ours.tokens, of_theirs.tokens) or of_ours.tokens.sum() == 0:
@@ -134,10 +144,10 @@ def mean_nll(record: Record, capacity: int, read: int | None = None) -> float | 
     metrics, prefix = record.measured(NllMetrics), len(record.data.prefix)
     if metrics is None:
         return None
-    blocks = on_all_tokens(metrics, prefix, read)
+    blocks = beginning(metrics.all_tokens, prefix, read)
     nll, tokens, _ = units(blocks, capacity, metrics.stream_tokens, prefix)
     if not tokens.sum():
-        nll, tokens = sums_of(blocks)
+        nll, tokens = blocks.arrays
     return float(nll.sum() / tokens.sum()) if tokens.sum() else metrics.nll
 
 
@@ -167,7 +177,7 @@ def units(blocks: StrideBlocks, capacity: int, stream_tokens: int | None, prefix
     nll, tokens = sums_of_texts(blocks.texts)
     if len(tokens) > MIN_BLOCKS:
         return Units(nll[1:], tokens[1:], True)  # the first text is where the caches filled
-    nll, tokens = sums_of(blocks)
+    nll, tokens = blocks.arrays
     full = after_filling(len(tokens), blocks.size, capacity, stream_tokens, prefix)
     nll, tokens = nll[full], tokens[full]
     if stream_tokens is not None:
@@ -187,71 +197,27 @@ def after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None
     return (position >= capacity + 1) & (position + size <= stream_tokens)
 
 
-def _on_shared_tokens(a: NllMetrics, b: NllMetrics, prefix: int) -> tuple[StrideBlocks | None, StrideBlocks | None]:
-    """Block sums over the tokens that both read and scored: all, or every `stride`-th."""
-    read = min((m.tokens_read for m in (a, b) if m.tokens_read is not None), default=None)
-    if on_all_tokens(a, prefix, read).tokens == on_all_tokens(b, prefix, read).tokens:
-        return on_all_tokens(a, prefix, read), on_all_tokens(b, prefix, read)
-    return on_stride(a, prefix, read), on_stride(b, prefix, read)
-
-
-def on_all_tokens(metrics: NllMetrics, prefix: int = 0, read: int | None = None) -> StrideBlocks:
-    """Block sums over all tokens, with the sums of each text.
+def beginning(sums: StrideBlocks, prefix: int, read: int | None) -> StrideBlocks:
+    """Sums over the first `read` tokens of a text, in whole runs and whole texts; all sums if None.
 
     Args:
-        metrics: of a text.
-        prefix: number of tokens that open it.
-        read: only of its first `read` tokens, in whole runs and whole texts; all if None.
+        sums: over runs, and over texts.
+        prefix: number of tokens that open the text.
+        read: tokens of the text.
     """
-    blocks = metrics.blocks
-    sums = StrideBlocks.model_construct(nll_sum=blocks.nll_sum, tokens=blocks.tokens, size=blocks.size, texts=metrics.texts)
-    return sums if read is None else _beginning(sums, (prefix + read) // blocks.size)
-
-
-def on_stride(metrics: NllMetrics, prefix: int = 0, read: int | None = None) -> StrideBlocks | None:
-    """Return the sums over every `stride`-th token; None if the record has none."""
-    sums = metrics.on_stride
-    return sums if sums is None or read is None else _beginning(sums, (prefix + read) // sums.size)
-
-
-def _beginning(sums: StrideBlocks, runs: int) -> StrideBlocks:
-    """The first runs, and the texts that end in them."""
-    tokens, of_texts = sums.tokens[:runs], sums.texts
+    if read is None:
+        return sums
+    runs, of_texts = (prefix + read) // sums.size, sums.texts
+    tokens = sums.tokens[:runs]
     texts = bisect_right(list(accumulate(of_texts.tokens)), sum(tokens))
     whole = Sums.model_construct(nll_sum=of_texts.nll_sum[:texts], tokens=of_texts.tokens[:texts])
     return StrideBlocks.model_construct(nll_sum=sums.nll_sum[:runs], tokens=tokens, size=sums.size, texts=whole)
 
 
-def sums_of(blocks: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(sum of NLL, tokens) of each run."""
-    return _array(_Same(blocks.nll_sum)), _array(_Same(blocks.tokens))
-
-
 def sums_of_texts(texts: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(sum of NLL, tokens) of each text that has scored tokens."""
-    nll, tokens = sums_of(texts)
+    nll, tokens = texts.arrays
     return nll[tokens > 0], tokens[tokens > 0]
-
-
-class _Same:
-    """A list that is its own key: two are equal if they are one object."""
-
-    def __init__(self, values: list[Any]) -> None:
-        self.values = values
-
-    def __hash__(self) -> int:
-        return id(self.values)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.values is other.values
-
-
-@lru_cache(maxsize=1024)
-def _array(values: _Same) -> NDArray[np.float64]:
-    """Cached, because a record is paired with many others."""
-    array = np.array(values.values, np.float64)
-    array.flags.writeable = False
-    return array
 
 
 class Common(NamedTuple):
@@ -307,10 +273,10 @@ def on_common(record: Record, common: Common) -> Record | None:
     if common.are_all:
         return record
     metrics = record.measured(NllMetrics)
-    sums_over = on_all_tokens if common.stride == 1 else on_stride
-    shared = None if metrics is None else sums_over(metrics, len(record.data.prefix), common.read)
-    if metrics is None or shared is None:
+    sums = None if metrics is None else metrics.all_tokens if common.stride == 1 else metrics.on_stride
+    if metrics is None or sums is None:
         return None
+    shared = beginning(sums, len(record.data.prefix), common.read)
     tokens = sum(shared.tokens)
     nll = sum(shared.nll_sum) / tokens
     blocks = Blocks.model_construct(nll_sum=shared.nll_sum, tokens=shared.tokens, size=shared.size)
