@@ -48,7 +48,7 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
     bench run quickstart --policy h2o --trace kept=all --fresh
     bench show kept 128d93c6 --replay h2o.pt
     """
-    from kvbench.harness.report import keep_map
+    from kvbench.harness.report import chart, keep_map
 
     given, folder = _found(record, Path(results))
     path = keep_map.map_file(given, folder)
@@ -65,7 +65,8 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
     cell = given.cell
     size = "" if cell.capacity is None else f" at capacity {cell.capacity:,}"
     target = folder / f"{given.stem}.kept.png" if out is None else Path(out)
-    keep_map.draw(whole.of_stream(stream), f"What {cell.policy}{size} keeps: {cell.model.id}, {cell.suite}", target)
+    title = f"What {cell.policy}{size} keeps: {cell.model.id}, {cell.suite}"
+    chart.picture(keep_map.specification(whole.of_stream(stream), title), target)
     click.echo(str(target))
 
 

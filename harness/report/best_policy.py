@@ -19,17 +19,19 @@ def best_policy(records: Sequence[Record], model: str, budget: int) -> tuple[str
 
     Returns a sentence that names the policy, or the best of each question, and the feed's sentence on each question.
     """
-    rows, findings = {}, []
+    measured, findings = {}, []
     for question in answers(questions(records))["questions"]:
         for sized in (sized for sized in question["budgets"] if sized["capacity"] == budget):
-            rows[_head(question)] = sized["rows"]
+            measured[_head(question)] = sized["rows"]
             findings.append(f"{_head(question)}: {sized['finding']}")
-    leaders = {head: [row["name"] for row in of if row["rank"] is not None and row["rank"][0] == 1] for head, of in rows.items()}
+    leaders = {head: [row["name"] for row in rows if row["rank"] and row["rank"][0] == 1] for head, rows in measured.items()}
     judged = {head: names for head, names in leaders.items() if names}
-    said = _sentence(judged) if judged else "no policy is known to lead." if rows else "no policy was measured in this time."
-    most = max(map(len, rows.values()), default=0)
-    missing = [f" In '{head}', only {len(of)} of {most} policies were measured." for head, of in rows.items() if len(of) < most]
-    return f"{visible(model)}, {budget:,} tokens: {said}{''.join(missing)}", findings
+    without = "no policy is known to lead." if measured else "no policy was measured in this time."
+    sentence = f"{visible(model)}, {budget:,} tokens: {_sentence(judged) if judged else without}"
+    most = max(map(len, measured.values()), default=0)
+    for head, rows in measured.items():
+        sentence += f" In '{head}', only {len(rows)} of {most} policies were measured." if len(rows) < most else ""
+    return sentence, findings
 
 
 def _head(question: dict[str, Any]) -> str:

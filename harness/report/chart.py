@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -55,7 +55,7 @@ VARIANTS = 4  # of one policy that differ; more begin again
 
 @dataclass(frozen=True)
 class Mark:
-    """How a policy is drawn.
+    """Mark that a policy is drawn with.
 
     Attributes:
         family: that shares its colour.
@@ -73,7 +73,7 @@ class Mark:
 
 
 def mark(policy: str, variant: int = 0) -> Mark:
-    """The mark of a policy, by its name; the same on every page. variant: its number among those with other parameters."""
+    """Return the mark of a policy, which is the same on every page. variant: its number among those with other parameters."""
     unknown = ("other", hashlib.sha256(policy.encode()).digest()[0])  # a user's policy
     family, place = _PLACES.get(policy, unknown)
     light, dark = _COLOURS[family]
@@ -117,7 +117,7 @@ class Chart:
 
     @classmethod
     def from_record(cls, record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -> Self:
-        """A chart of the records of one suite and model.
+        """Make a chart of the records of one suite and model.
 
         Args:
             record: any of the records.
@@ -130,7 +130,7 @@ class Chart:
         return cls(file_name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), make_visible(spec))
 
     def markdown(self) -> str:
-        """A `<picture>` with a light and a dark drawing."""
+        """Return a `<picture>` with a light and a dark drawing."""
         alt = " ".join(visible(self.alt).split()).replace('"', "'").replace("<", "&lt;").replace(">", "&gt;")
         return (
             f'<picture><source media="(prefers-color-scheme: dark)" srcset="{FOLDER}/{self.name}-dark.svg">'
@@ -181,34 +181,26 @@ def log_axis(field: str, title: str, *, base: int = 10, padding: int = 0, **axis
 
 
 def themed(spec: dict[str, Any], theme: str) -> dict[str, Any]:
-    """The specification with the marks of policies on a page: light or dark. All its panels have one scale."""
-    names: dict[str, str] = {}
+    """Fill in the marks of policies on a light or dark page. All panels of the specification have one scale."""
+    text, names = json.dumps(spec), dict[str, str]()
 
-    def noted(scale: dict[str, Any]) -> dict[str, Any]:
-        names.update(dict(scale["names"]))
-        return scale
+    def collect(part: dict[str, Any]) -> None:
+        names.update(part["names"] if part.keys() == {"marks", "names"} else ())
 
-    _fill(spec, noted)
+    json.loads(text, object_hook=collect)
     policies = list(names.values())
-    marks = {name: mark(p, policies[:place].count(p)) for place, (name, p) in enumerate(names.items())}
+    marks = [mark(policy, policies[:place].count(policy)) for place, policy in enumerate(policies)]
+    ranges = {
+        "color": [getattr(m, theme) for m in marks],
+        "strokeDash": [list(m.dash) for m in marks],
+        "shape": [m.shape for m in marks],
+    }
 
-    def scale(place: dict[str, Any]) -> dict[str, Any]:
-        ranges = {
-            "color": [getattr(m, theme) for m in marks.values()],
-            "strokeDash": [list(m.dash) for m in marks.values()],
-            "shape": [m.shape for m in marks.values()],
-        }
-        return {"domain": list(marks), "range": ranges[place["marks"]]}
+    def filled(part: dict[str, Any]) -> dict[str, Any]:
+        return {"domain": list(names), "range": ranges[part["marks"]]} if part.keys() == {"marks", "names"} else part
 
-    filled: dict[str, Any] = _fill(spec, scale)
-    return filled
-
-
-def _fill(value: Any, scale: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return a copy of the JSON with every scale of marks replaced."""
-    if isinstance(value, dict):
-        return scale(value) if "marks" in value and "names" in value else {k: _fill(part, scale) for k, part in value.items()}
-    return [_fill(part, scale) for part in value] if isinstance(value, list) else value
+    themed_spec: dict[str, Any] = json.loads(text, object_hook=filled)
+    return themed_spec
 
 
 def make_visible(value: Any) -> Any:
@@ -221,7 +213,7 @@ def make_visible(value: Any) -> Any:
 
 
 def file_name(description: str, unique: str) -> str:
-    """A readable, unique file name."""
+    """Return a readable, unique file name."""
     slug = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:48].rstrip("-")
     return f"{slug}-{hashlib.sha256(unique.encode()).hexdigest()[:6]}"
 

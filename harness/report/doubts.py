@@ -43,7 +43,7 @@ def faults(row: Row, others: Sequence[Row]) -> list[str]:
 
 
 def cliff(row: Row, others: Sequence[Row]) -> int | None:
-    """The first token from which on perplexity stays above twice that of the best other cache; None if there is none.
+    """Return the first token from which on perplexity stays above twice that of the best other cache; None if there is none.
 
     The other cache is bounded, or was not read past its training length.
     From that token on, the mean NLL difference exceeds log 2 over every stretch of more than `_MIN_CLIFF_BLOCKS` blocks.
@@ -80,7 +80,7 @@ def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
 
 
 def with_doubts(records: Sequence[Record]) -> list[Record]:
-    """The records, with the doubts about their model, their questions and their eviction among their flags.
+    """Return the records, with the doubts about their model, their questions and their eviction among their flags.
 
     Args:
         records: of any models. What one record says against its model counts against all of that model, and what dense can't
@@ -88,16 +88,12 @@ def with_doubts(records: Sequence[Record]) -> list[Record]:
     """
     questions = [question(record) for record in records]
     dense = {key: r for key, r in zip(questions, records, strict=True) if r.cell.is_dense and r.status == "ok"}
-    doubts: dict[tuple[str, ...], list[str]] = {}
-    for record in records:
-        doubts.setdefault(_model(record), []).extend(_doubts(record))
-    return [_flagged(record, doubts[_model(record)], dense.get(key)) for key, record in zip(questions, records, strict=True)]
-
-
-def _model(record: Record) -> tuple[str, ...]:
-    """Return the identity of the record's weights and tokenizer: model id, revision and hash."""
-    model = record.cell.model
-    return model.id, str(model.revision), record.facts.weights_sha256
+    models = [(r.cell.model.id, r.cell.model.revision, r.facts.weights_sha256) for r in records]  # weights and tokenizer
+    doubts: dict[tuple[str | None, ...], list[str]] = {model: [] for model in models}
+    for model, record in zip(models, records, strict=True):
+        doubts[model] += _doubts(record)
+    of_records = zip(records, models, questions, strict=True)
+    return [_flagged(record, doubts[model], dense.get(key)) for record, model, key in of_records]
 
 
 def _doubts(record: Record) -> Iterator[str]:
@@ -132,7 +128,7 @@ def _flagged(record: Record, of_model: Sequence[str], dense: Record | None) -> R
 
 
 def _eviction_flags(record: Record, dense: Record | None) -> Iterator[str]:
-    """The flags of a record. dense: of the same questions or text, if there is one."""
+    """Yield the flags of a record. dense: of the same questions or text, if there is one."""
     if record.facts.code is not None:
         yield from _not_evicting(record, None if dense is None else dense.metrics.kv_held_bytes)
     if dense is None or record.cell.stored or record.cell.is_dense:
@@ -143,7 +139,7 @@ def _eviction_flags(record: Record, dense: Record | None) -> Iterator[str]:
 
 
 def _not_evicting(record: Record, of_dense: int | None) -> Iterator[str]:
-    """A flag if somebody else's cache holds more than it should. of_dense: bytes that dense holds."""
+    """Yield a flag if somebody else's cache holds more than it should. of_dense: bytes that dense holds."""
     held, most, ratio = _held_tokens(record), record.cell.parameters.get("holds"), _ratio(record.cell.parameters)
     if held is not None and most is not None and held > most + 1:  # the newest token may come on top
         yield f"not evicting: it holds {held:,.0f} tokens per KV head, but should hold {most:,} at most"
@@ -152,7 +148,7 @@ def _not_evicting(record: Record, of_dense: int | None) -> Iterator[str]:
 
 
 def _equal_figures(record: Record, dense: Record) -> str:
-    """The figures that equal those of dense, in words; empty if some differ, or if chance may have made them equal."""
+    """Return the figures that equal those of dense, in words; empty if some differ, or if chance may have made them equal."""
     ours, theirs = record.measured(NllMetrics), dense.measured(NllMetrics)
     if ours is not None and theirs is not None:
         return "NLLs" if _same_nll(ours, theirs) else ""
@@ -161,7 +157,7 @@ def _equal_figures(record: Record, dense: Record) -> str:
 
 
 def _same_nll(ours: NllMetrics, theirs: NllMetrics) -> bool:
-    """Whether every run of tokens has the same NLL, up to rounding in float32."""
+    """Return whether every run of tokens has the same NLL, up to rounding in float32."""
     tokens = np.array(ours.blocks.tokens)
     if ours.blocks.tokens != theirs.blocks.tokens:
         return False
@@ -169,7 +165,7 @@ def _same_nll(ours: NllMetrics, theirs: NllMetrics) -> bool:
 
 
 def _same_answers(ours: QuestionMetrics, theirs: QuestionMetrics) -> bool:
-    """Whether all questions are scored alike, and are enough of them, not all right or all wrong."""
+    """Return whether all questions are scored alike, and are enough of them, not all right or all wrong."""
     if ours.outcomes != theirs.outcomes:
         return False
     if isinstance(ours, ScoreMetrics) and isinstance(theirs, ScoreMetrics) and ours.scores is not None:
@@ -190,7 +186,7 @@ def _held_tokens(record: Record) -> float | None:
 
 
 def _ratio(parameters: Mapping[str, Any]) -> float | None:
-    """The share of a prompt that a press, or the one inside it, evicts."""
+    """Return the share of a prompt that a press, or the one inside it, evicts."""
     if isinstance(parameters.get("compression_ratio"), (int, float)):
         return float(parameters["compression_ratio"])
     inner = parameters.get("press")

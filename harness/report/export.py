@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Problem, Record, RecordStore, newest
 from kvbench.harness.report.pairing import common_tokens, on_common, question
@@ -62,8 +63,11 @@ def load_records(folder: str | Path, *, all_versions: bool = False) -> Records:
 
 
 def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return one row per record. Models, tasks, options and parameters are shown where records differ in them."""
-    models = {r.cell.model.id for r in records}
+    """Return one row per record, over the tokens that all records of its question scored.
+
+    Models, tasks, options and parameters are shown where records differ in them.
+    """
+    models, by_question = {r.cell.model.id for r in records}, grouped(records, question)
     tasks = _distinct_names(records, "task", lambda r: r.cell.task.name)
     policies = _distinct_names(records, "parameters", lambda r: r.cell.policy)
     return [
@@ -72,24 +76,18 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             **({"task": task} if len(set(tasks)) > 1 else {}),
             "policy": policy,
             "capacity": r.cell.capacity,
-            "figure": headline(_on_common(r, records)),
+            "figure": headline(on_common(r, common_tokens(by_question[question(r)])) or r),
             "kv_bytes": r.metrics.kv_bytes,
             "tokens/s": None if r.facts.tokens_per_second is None else round(r.facts.tokens_per_second),
-            "status": _status(r),
+            "status": f"{r.status}: {r.error.kind}" if r.error else "flagged" if r.metrics.flags else r.status,
             "cell": r.cell_id[:8],
         }
         for r, task, policy in zip(records, tasks, policies, strict=True)
     ]
 
 
-def _on_common(record: Record, records: Sequence[Record]) -> Record:
-    """The record over the tokens that all records of its question scored, so that a column is comparable."""
-    rivals = [r for r in records if question(r) == question(record)]
-    return on_common(record, common_tokens(rivals)) or record
-
-
 def _distinct_names(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:
-    """Names of tasks or policies, with the options in which those of one name and capacity differ."""
+    """Return names of tasks or policies, with the options in which those of one name and capacity differ."""
     texts = []
     for record in records:
         rivals = [r for r in records if name(r) == name(record)]
@@ -99,12 +97,6 @@ def _distinct_names(records: Sequence[Record], part: str, name: Callable[[Record
         varying = [k for k in given if k != "name" and len({repr(r.cell.as_json()[part].get(k)) for r in rivals}) > 1]
         texts.append(" ".join([name(record), *(f"{k} {given[k]}" for k in varying)]))
     return texts
-
-
-def _status(record: Record) -> str:
-    if record.error:
-        return f"{record.status}: {record.error.kind}"
-    return "flagged" if record.metrics.flags else record.status
 
 
 FORMATS = (".parquet", ".csv")
@@ -156,7 +148,7 @@ def write(records: Sequence[Record], path: Path) -> int:
 
 
 def _defused(value: Any) -> Any:
-    """Text that a spreadsheet won't run as a formula, invisible characters escaped; numbers unchanged.
+    """Return text that a spreadsheet won't run as a formula, invisible characters escaped; numbers unchanged.
 
     Source: OWASP, CSV Injection: put an apostrophe before a leading = + - @, tab or carriage return.
     """
@@ -176,7 +168,7 @@ def _flat(prefix: str, part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Values of one type: numbers if all are numbers, else text."""
+    """Return values of one type: numbers if all are numbers, else text."""
     kinds = {type(v) for v in values if v is not None}
     if len(kinds) <= 1:
         return values

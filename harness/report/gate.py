@@ -64,7 +64,7 @@ def check(
         if other is not None:
             results = [*_results(Pair(record, other, (base[1], now[1]), now[0], base[0]), bands, checks)]
         findings += [Finding(cell_name(record, other or record), record.cell_id, *result) for result in results]
-    return sorted(findings, key=_severity)
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.state))
 
 
 def _results(pair: Pair, bands: Mapping[str, Band], checks: Checks) -> Iterator[Result]:
@@ -78,10 +78,6 @@ def _results(pair: Pair, bands: Mapping[str, Band], checks: Checks) -> Iterator[
         yield from gate_times.timed(pair, bands)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         yield "figures", "could not compare", f"a figure has the wrong type ({type(error).__name__}: {error})"
-
-
-def _severity(finding: Finding) -> int:
-    return _ORDER.index(finding.state)
 
 
 def exit_code(findings: Sequence[Finding], allow_better: bool = False) -> Exit:
@@ -134,7 +130,7 @@ def remeasure(
             failed = replace(repeats[key][0], state="could not compare", says="the cell failed when measured again")
             repeats[key].append(again.get(key, failed))
     decided = {key: _majority(measured) for key, measured in repeats.items()}
-    return sorted((decided.get((f.cell_id, f.check)) or f for f in findings), key=_severity)
+    return sorted((decided.get((f.cell_id, f.check)) or f for f in findings), key=lambda f: _ORDER.index(f.state))
 
 
 def _majority(repeats: Sequence[Finding]) -> Finding | None:

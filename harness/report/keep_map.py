@@ -157,15 +157,6 @@ def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[in
     return sorted(capacities)
 
 
-def draw(kept: Map, title: str, path: Path) -> None:
-    """Draw a map of one stream as .png, .svg or .pdf.
-
-    Raises:
-        UserError: the suffix is another, or the file can't be written.
-    """
-    chart.picture(specification(kept, title), path)
-
-
 def specification(kept: Map, title: str) -> dict[str, Any]:
     """Vega-Lite: a panel a layer; position against step, shaded by the share of KV heads that hold the position."""
     layers = int(kept.layer.max()) + 1

@@ -66,7 +66,7 @@ def _default(question: dict[str, Any]) -> list[str | Chart]:
 
 
 def _middle(question: dict[str, Any]) -> dict[str, Any]:
-    """The budget that pages show first."""
+    """Return the budget that pages show first."""
     middle: dict[str, Any] = question["budgets"][len(question["budgets"]) // 2]
     return middle
 
@@ -85,7 +85,7 @@ def _suites(questions: Sequence[dict[str, Any]], site: str) -> list[str]:
 def _suite(
     suite: tuple[str, str], questions: list[dict[str, Any]], formats: list[dict[str, Any]], site: str
 ) -> list[str | Chart]:
-    """The questions of a suite, folded; and the answers at equal bytes, if its K and V have several formats."""
+    """Return the questions of a suite, folded; and the answers at equal bytes, if its K and V have several formats."""
     models = ", ".join(dict.fromkeys(question["model"] for question in questions))
     count = f"{len(questions)} question{'' if len(questions) == 1 else 's'}"
     head = f"<details><summary>{md(suite[0])} v{md(suite[1])}: {count} on {md(models)}</summary>\n"
@@ -102,9 +102,10 @@ def _suite(
 
 
 def _line(question: dict[str, Any], site: str) -> str:
-    """A question with the link to its page, the sentence of its middle budget, and the best policies with what they lose."""
+    """Return a question with the link to its page, the sentence of its middle budget, and the losses of the best policies."""
     budget = _middle(question)
-    named = [f"{_rank(row)} {row['name']}{_lost(row)}" for row in budget["rows"][:_MOST_NAMES]]
+    best_rows = budget["rows"][:_MOST_NAMES]
+    named = [f"{_rank(row)} {row['name']}" + (f" {loss_text(row['loss'])}" if row["loss"] else "") for row in best_rows]
     best = f" Best: {md('; '.join(named))}." if len(budget["rows"]) > 1 else ""
     link = f"[{md(question['model'])}, {md(question['subject'])}]({site}#q={question['id']})"
     return f"- {link}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
@@ -120,7 +121,7 @@ def _flagged(question: dict[str, Any], budget: dict[str, Any]) -> str:
 
 
 def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
-    """The best policies of a budget, and the references."""
+    """Return a table of the best policies of a budget, and the references."""
     tasks = list(dict.fromkeys(a["task"] for row in budget["rows"] for a in row["answers"]))
     rows = [*budget["rows"][:_MOST_ROWS], *question["references"]]
     timed = any(row["ms"] is not None for row in rows)
@@ -128,30 +129,23 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     strides = {row["loss"]["stride"] for row in rows if row["loss"]} - {1}
     unit += "".join(f" (1 token in {stride})" for stride in sorted(strides))
     head = ["rank", "policy", unit, "perplexity", *map(md, tasks), "K/V", "of dense", *(["ms/token", "x dense"] if timed else [])]
-    lines = [
-        [
+    lines = []
+    for row in rows:
+        elsewhere = row["kind"] == "reference" and row["capacity"] is not None  # its capacity is not the budget's
+        perplexity, every = budget["references"].get(row["id"], row["perplexity"]), row["stride"]
+        times = [row["ms"], row["times_dense"] and row["times_dense"][0]] if timed else []
+        cells = [
             _rank(row),
-            md(_name(row)),
+            md(f"{row['name']} at {row['capacity']:,}" if elsewhere else row["name"]),
             "" if row["loss"] is None else loss_text(row["loss"]),
-            _perplexity(row, budget),
+            "" if perplexity is None else digits(perplexity) + (f" (1 token in {every})" if every > 1 else ""),
             *(_right(row, task) for task in tasks),
             cache_bytes(row["kv_bytes"]),
             "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
-            *([_number(row["ms"]), _number(row["times_dense"] and row["times_dense"][0])] if timed else []),
+            *("" if value is None else digits(value, 3) for value in times),
         ]
-        for row in rows
-    ]
+        lines.append(cells)
     return table(head, lines, "rl" + "r" * (len(head) - 2))
-
-
-def _name(row: dict[str, Any]) -> str:
-    """Return the name of a policy, with its capacity if that is not the budget's."""
-    elsewhere = row["kind"] == "reference" and row["capacity"] is not None
-    return f"{row['name']} at {row['capacity']:,}" if elsewhere else row["name"]
-
-
-def _lost(row: dict[str, Any]) -> str:
-    return "" if row["loss"] is None else f" {loss_text(row['loss'])}"
 
 
 def _rank(row: dict[str, Any]) -> str:
@@ -161,18 +155,9 @@ def _rank(row: dict[str, Any]) -> str:
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def _perplexity(row: dict[str, Any], budget: dict[str, Any]) -> str:
-    value = budget["references"].get(row["id"], row["perplexity"])
-    return "" if value is None else digits(value) + (f" (1 token in {row['stride']})" if row["stride"] > 1 else "")
-
-
 def _right(row: dict[str, Any], task: str) -> str:
     answer = next((a for a in row["answers"] if a["task"] == task), None)
     if answer is None:
         return ""
     interval = "too few streams" if answer["low"] is None else f"{100 * answer['low']:.0f}, {100 * answer['high']:.0f}"
     return f"{100 * answer['share']:.0f} % [{interval}]"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else digits(value, 3)

@@ -101,10 +101,11 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
     figures = [figure for row in rows for figure in row["paper"]]
     wanted = [record for figure, record in zip(figures, itertools.chain(*matches), strict=True) if figure is not None]
     missing = wanted.count(None)
-    commands = "; ".join(f"`bench run {suite}`" for suite in _suites(published))
+    suites = published.get("suites") or [published["where"]["suite"]]  # that measure the cells of the table
+    commands = "; ".join(f"`bench run {suite}`" for suite in suites)
     devices = sorted({r.facts.device for line in matches for r in line if r is not None})
     head = ["", *(column["label"] for column in columns)]
-    about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
+    about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{suite}`' for suite in suites)}.\n"
     return [
         f"## {published['title']}\n",
         about,
@@ -113,13 +114,8 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
         *([f"Not measured: {missing} of {len(wanted)} cells. {commands}\n"] if missing else []),
         *([f"Ours: {md('; '.join(devices))}.\n"] if devices else []),
         *(_training_curves() if published.get("chart") == "training" else []),
-        *_others(published, columns, [record for record, _ in records]),
+        *_others(published, [record for record, _ in records if record.cell.suite in suites]),
     ]
-
-
-def _suites(published: dict[str, Any]) -> list[str]:
-    """Suites that measure the cells of the table."""
-    return list(published.get("suites") or [published["where"]["suite"]])
 
 
 def _flat(record: Record) -> dict[str, Any]:
@@ -177,22 +173,16 @@ def _multiple(value: Any, base: Any) -> str:
     return "" if ratio is None else f" ({ratio:,.3f}x)" if ratio < 10 else f" ({ratio:,.0f}x)"
 
 
-def _others(published: dict[str, Any], columns: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[str]:
-    """Our records of the same suites on models that the paper doesn't have."""
+def _others(published: dict[str, Any], records: Sequence[Record]) -> list[str]:
+    """Return a table of our records on models that the paper doesn't have. records: of the suites that measure the table."""
     known = {published.get("model"), published["where"].get("model"), *(r["match"].get("model") for r in published["rows"])}
-    known |= {c.get("match", {}).get("model") for c in columns}
+    known |= {c.get("match", {}).get("model") for c in published["columns"]}
     rows = []
     for record in records:
         value = _value(record, published)
-        if (
-            record.cell.suite in _suites(published)
-            and record.cell.model.id not in known
-            and (record.status != "ok" or value is not None)
-        ):
-            settings = {
-                k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed") and v is not None
-            }
-            options = ", ".join(f"{k} {v}" for k, v in settings.items() if v != "cache")
+        if record.cell.model.id not in known and (record.status != "ok" or value is not None):
+            shown = {k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed")}
+            options = ", ".join(f"{k} {v}" for k, v in shown.items() if v not in (None, "cache"))
             figure = "failed" if value is None else digits(value)
             rows.append([md(record.cell.model.id), md(record.cell.policy), md(options), figure])
     if not rows:

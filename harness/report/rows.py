@@ -138,10 +138,5 @@ class Row:
 
 def rows(records: Sequence[Record]) -> list[Row]:
     """Return a row per policy and capacity, in the order of the records, which are of one suite, model and machine."""
-
-    def key(record: Record) -> str:
-        cell = record.cell
-        axes = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evicts, cell.stored]
-        return repr(axes)
-
-    return [Row(group) for group in grouped(records, key).values()]
+    groups = grouped(records, lambda r: repr([r.cell.policy, r.cell.parameters, r.cell.capacity, axes(r.cell)]))
+    return [Row(group) for group in groups.values()]

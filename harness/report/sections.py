@@ -24,12 +24,9 @@ _PERPLEXITY = "perplexity"
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
     """The newest record of every cell, grouped by suite and model."""
-
-    def key(record: Record) -> str:
-        cell = record.cell.as_json()
-        return repr([cell["suite"], cell["suite_version"], cell["model"]])
-
-    return [group for _, group in sorted(grouped(sorted(newest(list(records)), key=order), key).items())]
+    ordered = sorted(newest(list(records)), key=order)
+    parts = grouped(ordered, lambda r: repr([r.cell.suite, r.cell.suite_version, r.cell.as_json()["model"]]))
+    return [parts[name] for name in sorted(parts)]
 
 
 def order(record: Record) -> tuple[Any, ...]:

@@ -44,7 +44,9 @@ def problems(record: Record, folder: Path) -> list[str] | None:
         except Exception as error:  # traces and figures may contain anything
             wrong.append(f"its figures can't be recomputed ({type(error).__name__}: {error})")
     for name, (value, tolerance) in expected.items():
-        figure = _lookup(recorded, name)
+        figure: Any = recorded
+        for part in name.split("."):
+            figure = figure.get(part) if isinstance(figure, dict) else None
         if not equal(figure, value, tolerance):
             wrong.append(f"{name} is {short(figure)}, but should be {short(value)}")
     return wrong or (None if missing else [])
@@ -111,14 +113,6 @@ def kv_bytes(record: Record) -> int | None:
         plain = each * (s.key_dim + s.value_dim) * item
         total += s.layers * s.heads * (plain if codec is None else codec.allocated(each, s.key_dim, s.value_dim, item))
     return task_of(record).workload(cell.task).kv_streams * total
-
-
-def _lookup(metrics: dict[str, Any], name: str) -> Any:
-    """Return a figure by its dotted name."""
-    value: Any = metrics
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def equal(a: Any, b: Any, absolute: float = 0.0, relative: float = _RELATIVE_TOLERANCE) -> bool:
