@@ -44,12 +44,7 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
         "x": chart.log_axis("token", "token of the stream", base=2, format=",d", values=powers),
         "y": chart.log_axis("perplexity", "perplexity"),
     }
-    lines = {
-        "data": {"values": values},
-        "mark": {"type": "line", "strokeWidth": 2},
-        "encoding": encoding | {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash")},
-    }
-    return {"layer": [*marks(lines_at), lines]}
+    return {"layer": [*marks(lines_at), policy_lines(values, encoding, pairs, ("color", "strokeDash"))]}
 
 
 def _points(record: Record) -> list[dict[str, float]]:
@@ -94,11 +89,9 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     encoding = {"x": chart.log_axis("capacity", "capacity, tokens", base=2, padding=16, format=",d", values=capacities), "y": y}
     dense = [r.cell.policy for r, _ in timed if r.cell.capacity is None]
     pairs = [*((names[id(r)], r.cell.policy) for r in bounded), *zip(dense, dense, strict=True)]
-    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
     level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": unbounded}}
-    line = {"mark": {"type": "line", "point": {"size": 60}, "strokeWidth": 2}, "data": {"values": values}}
-    levels = [level | {"encoding": {"y": y, "color": channels["color"]}}] if unbounded else []
-    spec = {"width": 560, "height": 260, "layer": [line | {"encoding": encoding | channels}, *levels]}
+    levels = [level | {"encoding": {"y": y, "color": chart.by_policy("color", pairs)}}] if unbounded else []
+    spec = {"width": 560, "height": 260, "layer": [policy_lines(values, encoding, pairs, point={"size": 60}), *levels]}
     machine_words = f" on {machine}" if machine else ""
     alt = f"Milliseconds per token of {{model}} over the capacity{machine_words}, one line per policy; dense is dashed."
     return [chart.Chart.from_record(records[0], "latency", question(records[0]) + machine, alt, spec)]
@@ -170,6 +163,26 @@ def panels(
 
 def _together(how: str, specs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {how: list(specs)} | _SHARED
+
+
+def policy_lines(
+    values: Sequence[dict[str, Any]],
+    encoding: dict[str, Any],
+    pairs: Sequence[tuple[str, str]],
+    kinds: Sequence[str] = ("color", "strokeDash", "shape"),
+    **line: Any,
+) -> dict[str, Any]:
+    """Layer with a line per policy.
+
+    Args:
+        values: of all lines.
+        encoding: channels of both axes.
+        pairs: (name in the chart, policy) of each line.
+        kinds: channels that tell policies apart.
+        line: other properties of the lines.
+    """
+    mark, channels = {"type": "line", "strokeWidth": 2}, {kind: chart.by_policy(kind, pairs) for kind in kinds}
+    return {"data": {"values": list(values)}, "mark": mark | line, "encoding": encoding | channels}
 
 
 def marks(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, count, short_titles, table, task_line
 from kvbench.harness.report.sections import on_device, row_label
 from kvbench.harness.report.shares import answers
-from kvbench.harness.report.task_charts import marks, panels
+from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer, Workload
 
@@ -186,24 +186,10 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     values.sort(key=lambda v: v["lines back"])
     line = _line_tokens(records[0])
     reach = [{"at": round(capacity / line, 2), "what": "reach of the cache"}] if line else []
-    back = {
-        "field": "lines back",
-        "type": "quantitative",
-        "title": "lines back",
-        "scale": {"type": "log", "base": 2},
-        "axis": {"format": ",d", "values": sorted({v["lines back"] for v in values})},
-    }
-    right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
-    errors = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": chart.by_policy("color", pairs)}
-    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
-    return {
-        "layer": [
-            *marks(reach),
-            {"data": {"values": values}, "mark": {"type": "rule", "strokeWidth": 1}, "encoding": errors},
-            {
-                "data": {"values": values},
-                "mark": {"type": "line", "point": {"size": 50}, "strokeWidth": 2},
-                "encoding": {"x": back, "y": right} | channels,
-            },
-        ]
-    }
+    axis = {"format": ",d", "values": sorted({v["lines back"] for v in values})}
+    back = chart.channel("lines back", "lines back", scale={"type": "log", "base": 2}, axis=axis)
+    right = chart.channel("right", "percent right", scale={"domain": [0, 100]})
+    ends = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": chart.by_policy("color", pairs)}
+    intervals = {"data": {"values": values}, "mark": {"type": "rule", "strokeWidth": 1}, "encoding": ends}
+    lines = policy_lines(values, {"x": back, "y": right}, pairs, point={"size": 50})
+    return {"layer": [*marks(reach), intervals, lines]}

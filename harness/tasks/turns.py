@@ -29,7 +29,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, short_titles, status, table, task_line
 from kvbench.harness.report.sections import on_device, row_label
 from kvbench.harness.report.shares import Answers, answers
-from kvbench.harness.report.task_charts import panels
+from kvbench.harness.report.task_charts import panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
@@ -267,7 +267,7 @@ class Turns(AnsweringTask):
 
 
 def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
-    """Records that differ in the seed alone, together."""
+    """Group records that differ in the seed alone."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
@@ -359,15 +359,8 @@ def _panel(records: Sequence[Record]) -> dict[str, Any]:
         for name, group in zip(names, groups, strict=True)
         for turn, (right, total) in _counts(group, "turns").items()
     ]
-    turn = {
-        "field": "turn",
-        "type": "quantitative",
-        "title": "turn",
-        "axis": {"format": "d", "tickMinStep": 1},
-        "scale": {"domain": [1, max(v["turn"] for v in values)], "nice": False, "padding": 8},
-    }
-    right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
+    scale = {"domain": [1, max(v["turn"] for v in values)], "nice": False, "padding": 8}
+    turn = chart.channel("turn", "turn", axis={"format": "d", "tickMinStep": 1}, scale=scale)
+    right = chart.channel("right", "percent right", scale={"domain": [0, 100]})
     pairs = [(name, record.cell.policy) for name, record in zip(names, first, strict=True)]
-    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
-    line = {"type": "line", "point": {"size": 50}, "strokeWidth": 2}
-    return {"data": {"values": values}, "mark": line, "encoding": {"x": turn, "y": right} | channels}
+    return policy_lines(values, {"x": turn, "y": right}, pairs, point={"size": 50})

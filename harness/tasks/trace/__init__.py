@@ -19,7 +19,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, percent, short_titles, status, table, task_line
 from kvbench.harness.report.sections import row_label
-from kvbench.harness.report.task_charts import marks, panels
+from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 from kvbench.harness.tasks.trace.trace_options import Between, TraceFacts, TraceMetrics, TraceOptions
@@ -190,26 +190,21 @@ def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
 
 def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     """A panel of answers without a wrong word, over the words written: a line per policy, all its seeds together."""
-    seeds: dict[str, list[Record]] = {}
+    by_policy: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
-        seeds.setdefault(repr([cell.policy, cell.parameters, cell.capacity, cell.positions, cell.evicts]), []).append(record)
-    names = short_titles([group[0] for group in seeds.values()])
-    pairs = [(name, group[0].cell.policy) for name, group in zip(names, seeds.values(), strict=True)]
-    values = [point | {"policy": n} for n, group in zip(names, seeds.values(), strict=True) for point in _curve(group)]
-    words = {"field": "words", "type": "quantitative", "title": "words written"}
-    right = {
-        "field": "right",
-        "type": "quantitative",
-        "title": "percent without a wrong word",
-        "scale": {"domain": [0, 100]},
+        by_policy.setdefault(repr([cell.policy, cell.parameters, cell.capacity, cell.positions, cell.evicts]), []).append(record)
+    seeds = list(by_policy.values())
+    names = short_titles([group[0] for group in seeds])
+    pairs = [(name, group[0].cell.policy) for name, group in zip(names, seeds, strict=True)]
+    values: list[dict[str, Any]] = [
+        point | {"policy": name} for name, group in zip(names, seeds, strict=True) for point in _curve(group)
+    ]
+    axes = {
+        "x": chart.channel("words", "words written"),
+        "y": chart.channel("right", "percent without a wrong word", scale={"domain": [0, 100]}),
     }
-    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash")}
-    lines = {
-        "data": {"values": values},
-        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
-        "encoding": {"x": words, "y": right} | channels,
-    }
+    lines = policy_lines(values, axes, pairs, ("color", "strokeDash"), interpolate="step-after")
     kept = [r.cell.most_kept or 0 for r in records if r.cell.capacity == capacity and not is_reference(r)]
     full = max(kept, default=0) - len(records[0].data.prefix) - records[0].cell.task_options(TraceOptions).prompt
     return {"layer": [*marks([{"at": full, "what": "cache full"}] if full > 0 else []), lines]}
