@@ -137,7 +137,8 @@ def _flat(record: Record) -> dict[str, Any]:
 def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, Any]) -> Record | None:
     """Return the first record with these options (`_flat`); evict defaults to every step, positions to "cache", the seed to 0."""
     wanted = {"evict": None, "kv": None, "positions": "cache", "seed": 0} | wanted
-    return next((record for record, options in records if all(options.get(k) == v for k, v in wanted.items())), None)
+    telling = list(reversed(wanted.items()))  # the policy and its capacity differ most often
+    return next((record for record, options in records if all(options.get(k) == v for k, v in telling)), None)
 
 
 def _value(record: Record | None, published: dict[str, Any]) -> float | None:
