@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +50,13 @@ _SUITE_OPTIONS: list[Callable[[Any], Any]] = [
 ]
 
 
-def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of every command that measures: `data`, `device`, `dtype` and `threads`."""
-    for option in reversed(_MACHINE_OPTIONS):
-        command = option(command)
-    return command
+def _adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """Make a decorator that adds options to a command, in this order."""
+    return lambda command: functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
-def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that `bench run` and `bench baseline update` share."""
-    command = machine_options(command)
-    for option in reversed(_SUITE_OPTIONS):
-        command = option(command)
-    return command
+machine_options = _adding(_MACHINE_OPTIONS)  # of every command that measures
+suite_options = _adding([*_SUITE_OPTIONS, *_MACHINE_OPTIONS])  # of `bench run` and `bench baseline update`
 
 
 @click.command()

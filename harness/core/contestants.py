@@ -154,14 +154,10 @@ def _dataclass(name: str, named_class: Any, base: type[Contestant]) -> type[Cont
             continue
         if parameter.name in (*AXES, "name", *dir(Contestant)):
             raise UserError(f"{name}: its parameter '{parameter.name}' means something else here: give it another name")
-        default: Any = functools.partial(_unchanged, parameter.default) if has_default else MISSING
+        default: Any = (lambda value=parameter.default: value) if has_default else MISSING
         fields.append((parameter.name, base.hint(parameter), field(default_factory=default, metadata={"added": True})))
     inside = {"named_class": named_class, "__module__": __name__, "__doc__": inspect.getdoc(named_class)}
     return make_dataclass(name, fields, bases=(base,), namespace=inside, frozen=True, kw_only=True)
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 def _version(package: str) -> str | None:

@@ -27,8 +27,6 @@ def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, 
     """The closed form for the layers of one `Slots`; None where what they keep is not known beforehand.
 
     Args:
-        mode: where RoPE puts a cached token.
-        limit: the largest distance of mode `clamped`, in tokens.
         rope_length: bounds the positions that RoPE is asked for.
         flex: compute blocks by FlexAttention where it serves.
     """

@@ -19,7 +19,6 @@ from kvbench.harness.engine.attention import Backend, Terms
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import CausalAttention
-from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
 
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or the largest answer of a head
@@ -161,7 +160,8 @@ class ReferenceComparison:
         self._tokens_read += tokens.shape[1]
         for read in self._reads:
             read(tokens)
-        evicts = any(_evicts_by_attention(walk.slots, self._tokens_read) for walk in self._reads[0].walks)
+        judging = [walk.slots for walk in self._reads[0].walks if walk.slots.sees]  # whose policy looks at attention
+        evicts = any(slots.capacity is not None and self._tokens_read > slots.capacity for slots in judging)
         swaps = self._is_16_bit and not single and evicts
         before, self._alike = self._alike, self._rows_alike()
         self._compare(single, swaps, {layer: rows & before.get(layer, rows) for layer, rows in self._alike.items()})
@@ -234,11 +234,6 @@ class ReferenceComparison:
             others += int((candidate & ~reference).sum())
             evicted += int((~reference).sum())
         return others / max(evicted, 1)
-
-
-def _evicts_by_attention(slots: Slots, tokens_read: int) -> bool:
-    """Whether a policy that looks at attention has evicted tokens, after `tokens_read` of each stream."""
-    return bool(slots.sees) and slots.capacity is not None and tokens_read > slots.capacity
 
 
 def _held_tokens(read: CachedDecoder, layer: int, tokens_read: int) -> Tensor:

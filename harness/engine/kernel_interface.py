@@ -184,8 +184,6 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     """Return the kernels for the layers of one `Slots` under their policy.
 
     Args:
-        mode: where RoPE puts a cached token.
-        limit: largest distance in mode `clamped`, in tokens.
         longest: bound of the angles; the number of slots when None.
         in_graphs: let the kernel that walks blocks replay its launches as CUDA graphs.
     """

@@ -6,7 +6,6 @@ Axis letters: N rows of one layer (streams x KV heads), S slots, n tokens held, 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
@@ -30,17 +29,15 @@ def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None
     position = torch.where(position < _sinks(slots), position, position + tokens - count)
     for layer in slots.layers:
         rows = Rows(slots, slots.num_slots, layer)
-        keys, values = (_normal(x[:, :count], generator) for x in (rows.keys, rows.values))
+        keys, values = rows.keys[:, :count], rows.values[:, :count]
+        for x in (keys, values):
+            x.copy_(torch.randn(x.shape, generator=generator, device=device).bfloat16())
         rows.put(keys, values, position.expand(len(keys), -1))
         for statistic, state in rows.states.items():
             if statistic.per == "head":
                 continue
             held = state.flatten(0, 1)[:, :count]
             held += torch.rand(held.shape, generator=generator, device=device)
-
-
-def _normal(x: Tensor, generator: torch.Generator) -> Tensor:
-    return x.copy_(torch.randn(x.shape, generator=generator, device=x.device).bfloat16())
 
 
 def _sinks(slots: Slots) -> int:

@@ -54,8 +54,6 @@ class Walk:
         """Set up for a decoder's life.
 
         Args:
-            positions: where RoPE puts a cached token.
-            limit: the largest distance of mode `clamped`, in tokens.
             method: shortcuts that may be taken.
             like: a walk over other streams of such slots, whose kernels serve these too.
         """

@@ -123,14 +123,9 @@ def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         del result["scores"]  # outcomes hold the same
         if all("depth" in s for s in samples):
             result["depths"] = _counts(
-                [{"right": s["score"] == 1, "tenth": _tenth(s["depth"])} for s in samples], itemgetter("tenth")
+                [{"right": s["score"] == 1, "tenth": min(9, int(10 * s["depth"]))} for s in samples], itemgetter("tenth")
             )
     return result
-
-
-def _tenth(share: float) -> int:
-    """The tenth of a whole that a share falls into, counted from 0."""
-    return min(9, int(10 * share))
 
 
 def pass_sizes(number: int) -> list[int]:

@@ -138,13 +138,13 @@ class RecordingDecoder:
 
     def __init__(self, decoder: CachedDecoder, keep_map: KeepMapWriter) -> None:
         self._decoder, self._map = decoder, keep_map
-        self._seen = 0  # tokens of each stream
+        self._tokens_read = 0  # tokens of each stream
 
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block; see `Decoder`. `keep` must be in ascending order. [B, T] int64 -> [B, T or K, V]."""
         if valid is not None:
             raise ValueError("a keep map needs streams of equal length")
-        first, count = self._seen, tokens.shape[1]
+        first, count = self._tokens_read, tokens.shape[1]
         cuts = [step + 1 - first for step in self._map.cuts(first, first + count)]
         parts = []
         for start, stop in _parts(cuts, count):
@@ -152,16 +152,16 @@ class RecordingDecoder:
             parts.append(self._decoder(tokens[:, start:stop], keep=part))
             if stop in cuts:
                 self._map.add(first + stop - 1, self._decoder.kept())
-        self._seen += count
+        self._tokens_read += count
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
         """Read the prompt; see `Decoder`. What is kept within a prompt that is cut at its end is not known before."""
         if once or self._decoder.config.evict == "prompt":
             logits = self._decoder.read_prompt(tokens, block, once)
-            self._seen = tokens.shape[1]
-            for step in self._map.cuts(0, self._seen):
-                self._map.add(step, self._decoder.kept() if step == self._seen - 1 else [])
+            self._tokens_read = tokens.shape[1]
+            for step in self._map.cuts(0, self._tokens_read):
+                self._map.add(step, self._decoder.kept() if step == self._tokens_read - 1 else [])
             return logits
         self._decoder.begin_prompt(tokens.shape[1])
         return read_blocks(cast(Decoder, self), tokens, block)

@@ -62,15 +62,20 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
         name = "pg19" if data else "prose"
         return {"name": "perplexity", "data": name, "tokens": length * streams, "streams": streams} | more
 
+    perplexity, directory = plugins.task_class("perplexity"), Path(data).expanduser() if data else None
     policies, notes = _policies(budget)
     fields = {"suite": "which", "version": 1, "description": f"Which policy at {budget} tokens"}
     fields |= {"model": {"id": model.id, "dtype": model.dtype}, "capacity": budget, "evict": ["step", "prompt"]}
     core_seconds = _core_seconds(fields | {"task": [text(_STREAMS, evict="step")], "policies": policies}, estimator)
     streams = max(1, min(_MOST_STREAMS, int(_STREAMS * _CORE_SHARE * left / max(core_seconds, 1e-9))))
-    while (error := _text_error(text(streams), tokenizer, data)) and streams > 1:
-        streams = streams * 2 // 3
-    if error is not None:
-        raise UserError(f"{error}; or leave out --data, to read built-in prose") from error
+    while True:
+        try:
+            perplexity.data(perplexity.options(**text(streams)), lambda: tokenizer, directory)
+            break
+        except UserError as error:  # the text is too short
+            if streams == 1:
+                raise UserError(f"{error}; or leave out --data, to read built-in prose") from error
+            streams = streams * 2 // 3
     prompt = max(budget + _LEAST_EVICTED // 2, 3 * length // 4)
     tasks = [text(streams, evict="step"), text(streams, prompt=prompt, evict="prompt")]
     if streams < MIN_BLOCKS:
@@ -158,16 +163,6 @@ def _core_seconds(fields: Mapping[str, Any], estimator: Estimator) -> float:
         path.write_text(yaml.safe_dump(dict(fields)), encoding="utf-8")
         cells = [cell for cell in load(path)[1] if _tier(cell) == 0]
     return sum(row.seconds or 0.0 for row in estimator.estimates(cells))
-
-
-def _text_error(task: Mapping[str, Any], tokenizer: Any, data: str | None) -> UserError | None:
-    """Return why the text has too few tokens for a task; None if it has enough."""
-    perplexity, directory = plugins.task_class("perplexity"), Path(data).expanduser() if data else None
-    try:
-        perplexity.data(perplexity.options(**task), lambda: tokenizer, directory)
-    except UserError as error:
-        return error
-    return None
 
 
 def _questions(names: Sequence[str], least: int, trained: int, tokenizer: Any) -> list[str]:

@@ -149,8 +149,37 @@ class Divergence(Task):
 
     @staticmethod
     def run(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
-        """Read every sample with and without the policy; the trace gets what was compared at each position."""
-        return _measure(options, job)
+        """Read every sample with and without the policy; the trace gets what was compared at each position, as `COMPARED`.
+
+        Raises:
+            MeasurementError: samples are longer than those the model was trained on, or a prediction is not finite.
+        """
+        from kvbench.harness.engine.decoder import CacheConfig
+        from kvbench.harness.engine.method import EAGER
+        from kvbench.policies.dense import Dense
+
+        samples: Samples = job.data
+        trained = job.model.training_length
+        if trained is not None and options.tokens > trained:
+            limit = f"samples of {options.tokens:,} tokens are longer than {trained:,}"
+            raise MeasurementError(f"dense is a reference up to its training length: {limit}")
+        at_once = max(1, job.block // options.tokens)
+        parts: list[NDArray[np.void]] = []
+        sizes: dict[str, int] = {}
+        for start in range(0, options.samples, at_once):
+            ids = samples.batch(start, min(options.samples, start + at_once)).to(job.model.device)
+            dense, read = job.open(job.model, CacheConfig(Dense()), len(ids), EAGER), job.decoder(len(ids))
+            parts.append(_compared(ids, dense, read, options.prompt or 0, max(1, job.block // len(ids))))
+            sizes = {
+                "kv_bytes": read.kv_bytes // len(ids),
+                "kv_held_bytes": read.held_bytes // len(ids),
+                "state_bytes": read.state_bytes // len(ids),
+            }
+            job.progress(samples.tokens * (start + len(ids)) // options.samples, f"KL {np.mean(parts[-1]['kl']):.4f}")
+        compared = np.concatenate(parts)
+        with job.trace.open("wb") as file:
+            np.save(file, compared)
+        return DivergenceMetrics.from_json({**figures(compared, options.tokens), **sizes})
 
     @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
@@ -201,41 +230,6 @@ def _by_position(records: Sequence[Record]) -> list[str]:
     rows = [[label(r), count(r.cell.capacity), *(f"{part.kl:.4g}" for part in parts)] for r, parts in measured]
     head = ["policy", "capacity", *(f"{low:,} to {high:,}" for low, high in edges)]
     return ["KL divergence by position in the sample:\n", *table(head, rows, "lr" + "r" * len(edges))]
-
-
-def _measure(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
-    """Compare the predictions of every sample's tokens; the trace gets them as `COMPARED`.
-
-    Raises:
-        MeasurementError: samples are longer than those the model was trained on, or a prediction is not finite.
-    """
-    from kvbench.harness.engine.decoder import CacheConfig
-    from kvbench.harness.engine.method import EAGER
-    from kvbench.policies.dense import Dense
-
-    samples: Samples = job.data
-    trained = job.model.training_length
-    if trained is not None and options.tokens > trained:
-        raise MeasurementError(
-            f"dense is a reference up to its training length: samples of {options.tokens:,} tokens are longer than {trained:,}"
-        )
-    at_once = max(1, job.block // options.tokens)
-    parts: list[NDArray[np.void]] = []
-    sizes: dict[str, int] = {}
-    for start in range(0, options.samples, at_once):
-        ids = samples.batch(start, min(options.samples, start + at_once)).to(job.model.device)
-        dense, read = job.open(job.model, CacheConfig(Dense()), len(ids), EAGER), job.decoder(len(ids))
-        parts.append(_compared(ids, dense, read, options.prompt or 0, max(1, job.block // len(ids))))
-        sizes = {
-            "kv_bytes": read.kv_bytes // len(ids),
-            "kv_held_bytes": read.held_bytes // len(ids),
-            "state_bytes": read.state_bytes // len(ids),
-        }
-        job.progress(samples.tokens * (start + len(ids)) // options.samples, f"KL {np.mean(parts[-1]['kl']):.4f}")
-    compared = np.concatenate(parts)
-    with job.trace.open("wb") as file:
-        np.save(file, compared)
-    return DivergenceMetrics.from_json({**figures(compared, options.tokens), **sizes})
 
 
 def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: int) -> NDArray[np.void]:
