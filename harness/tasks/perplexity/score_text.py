@@ -7,7 +7,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,6 @@ from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.records.metrics import Look, NllMetrics
 from kvbench.harness.tasks.perplexity.perplexity_options import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, MeasurementError
-
-
-@dataclass
-class _Mean:
-    """A mean that grows."""
-
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, values: NDArray[np.float32]) -> None:
-        """Add values."""
-        self.total, self.count = self.total + float(values.sum(dtype=np.float64)), self.count + values.size
-
-    @property
-    def value(self) -> float:
-        """The mean of what was added."""
-        return self.total / self.count
 
 
 def measure(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
@@ -102,7 +84,7 @@ def _read(
     """
     looks: list[Look] = []
     sizes: Counter[str] = Counter()
-    streams, so_far = options.streams or 1, _Mean()
+    streams, so_far = options.streams or 1, np.zeros(2)
     at_once = streams if job.all_at_once else options.side_by_side or streams
     for first in range(0, streams, at_once):
         part = range(first, min(first + at_once, streams))
@@ -150,11 +132,11 @@ def _score(
     nll: NDArray[np.float32],
     looks: Sequence[int],
     part: range,
-    so_far: _Mean,
+    so_far: NDArray[np.float64],
 ) -> Iterator[int]:
     """Read the streams numbered `part` side by side with an empty decoder, and write each token's NLL in nats to `nll`, [N].
 
-    A block ends after each number of tokens in `looks`. `so_far` is the mean of all NLLs, for progress.
+    A block ends after each number of tokens in `looks`. `so_far` is the sum of all NLLs and their number, for progress.
 
     Yields:
         After each block, how many tokens of a stream have an NLL now, its prefix included.
@@ -193,6 +175,7 @@ def _score(
             first = scored[~np.isfinite(losses)[: len(scored)]][0]
             raise MeasurementError(f"NLL is not finite at token {start + 1 + int(first)}")
         nll[text_starts + (start + 1 - prefix + scored)] = losses.reshape(streams, -1)
-        so_far.add(losses)
-        job.progress(length * part.start + stop * streams, f"perplexity {math.exp(min(so_far.value, 700)):.2f}")
+        so_far += losses.sum(dtype=np.float64), losses.size
+        mean = float(so_far[0] / so_far[1])
+        job.progress(length * part.start + stop * streams, f"perplexity {math.exp(min(mean, 700)):.2f}")
         yield stop + 1
