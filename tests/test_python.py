@@ -20,6 +20,7 @@ from stored import RECORDS
 from test_closing import measured
 
 from kvbench import CacheView, Policy, Records, compare, load_records, losses, run
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.report import feed
 from kvbench.harness.report.doubts import with_doubts
 from kvbench.policies.h2o import H2O
@@ -69,6 +70,12 @@ def test_run_gives_the_records_that_bench_run_would_keep(tmp_path, capsys):
     assert {"policy", "capacity", "model.id", "task.tokens", "parameters.window", "metrics.nll", "facts.method"} <= set(frame)
     assert sorted(frame["key"]) == sorted(r.key for r in records)
     assert "perplexity" in kept._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["a\0b", __file__], ids=["null byte", "file"])
+def test_results_are_a_folder(name):
+    with pytest.raises(UserError, match=r"no name of a folder|not a folder"):
+        run("quickstart", results=name, progress=False)
 
 
 def test_load_records_needs_no_torch(tmp_path):

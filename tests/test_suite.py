@@ -104,6 +104,7 @@ def test_a_task_can_be_for_some_of_the_policies(tmp_path):
         ("tokens: 100", "tokens: 100, streams: 4, side_by_side: true", "mine.yaml:4: side_by_side: "),
         ("tokens: 100", "tokens: 100, streams: 4, side_by_side: 1.5", "mine.yaml:4: side_by_side: "),
         ("version: 1", "version: 1\nresources: {gpus: false}", "mine.yaml:3: gpus: expected a number, not false"),
+        ("{id: a/b}", '{id: "a\\0b"}', "mine.yaml:3: model.id: 'a\\x00b' has a null byte"),
         ("version: 1", "version: 1\nseed: [1, true]", "mine.yaml:3: seed.1: expected a number, not true"),
         ("perplexity, tokens: 100", "streameval, lines: 1000000000", "1,000,000 lines together"),
         ("perplexity, tokens: 100", "arc_stream, subset: ARC-Hard", "mine.yaml:4: subset: Input should be 'ARC-Easy' or"),

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, report_skipped, writable
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, report_skipped
 from kvbench.harness.cli.rerun import cells_of_baseline, portable, request_from_baseline, with_groups
 from kvbench.harness.cli.run import suite_options
 from kvbench.harness.core.errors import RefusedModelError, UserError
+from kvbench.harness.core.files import writable
 from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:

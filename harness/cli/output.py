@@ -1,18 +1,15 @@
-"""Shared by the commands of `bench`: the option --results, tables for people and pipes, checks of output folders."""
+"""Shared by the commands of `bench`: the option --results, tables for people and pipes."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:
@@ -68,26 +65,6 @@ def accept_debug(command: click.Command) -> None:
             accept_debug(subcommand)
     elif not any("--debug" in parameter.opts for parameter in command.params):
         command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, hidden=True))
-
-
-def writable(folder: Path) -> Path:
-    """The folder, which is created if it is missing.
-
-    Raises:
-        UserError: it is not a folder, can't be created, or is read-only.
-    """
-    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-        raise UserError(f"{folder}: not a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: can't be created ({error.strerror})") from error
-    try:
-        with tempfile.TemporaryFile(dir=folder):  # permissions are not enough: root has all, even on a read-only disk
-            pass
-    except OSError as error:
-        raise UserError(f"{folder}: can't be written to ({error.strerror})") from error
-    return folder
 
 
 def stdout_is_stderr() -> bool:

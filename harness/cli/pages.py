@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvbench.harness.cli.output import FILLED, report_skipped, results_option, writable
+from kvbench.harness.cli.output import FILLED, report_skipped, results_option
 from kvbench.harness.core.errors import Exit, UserError
-from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.files import atomic_write, writable
 from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:

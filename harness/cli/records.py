@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, report_skipped, results_option, writable
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, report_skipped, results_option
 from kvbench.harness.core.errors import Exit, UserError
+from kvbench.harness.core.files import writable
 from kvbench.harness.core.visible import visible
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 
-from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, stdout_is_stderr, writable
+from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, stdout_is_stderr
 from kvbench.harness.cli.terminal import show_closing
 from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit, UserError
+from kvbench.harness.core.files import writable
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 

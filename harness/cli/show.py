@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvbench.harness.cli.output import FILLED, results_option, writable
+from kvbench.harness.cli.output import FILLED, results_option
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import writable
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record

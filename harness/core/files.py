@@ -1,4 +1,4 @@
-"""Atomic writes: a file appears complete or not at all, even with other writers. Imports no torch."""
+"""Atomic writes (a file appears complete or not at all, even with other writers), and folders to write to. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from kvbench.harness.core.errors import UserError
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
 _OWN_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")  # as `new_partial` names it
@@ -111,3 +114,25 @@ def json_lines(file: Path | IO[bytes]) -> list[Any]:
     if len(values) != len(lines):
         raise ValueError("a line has several values")
     return values
+
+
+def writable(folder: Path) -> Path:
+    """Return the folder for results that a user named. It is created if it is missing.
+
+    Raises:
+        UserError: the name is no folder's, or the folder can't be created or is read-only.
+    """
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise UserError(f"{folder}: not a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except ValueError as error:  # a null byte
+        raise UserError(f"{str(folder)!r}: no name of a folder ({error})") from error
+    except OSError as error:
+        raise UserError(f"{folder}: can't be created ({error.strerror})") from error
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permissions are not enough: root has all, even on a read-only disk
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: can't be written to ({error.strerror})") from error
+    return folder

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import writable
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.report.export import Records
 from kvbench.harness.run.cache_arguments import whole_number
@@ -76,7 +77,7 @@ def run(
         tuple(_yaml(entry) for entry in entries), tuple(f"{name}={_json(value)}" for name, value in settings.items()),
         device, dtype, threads, ray, workers, (tasks,) if isinstance(tasks, str) else tuple(tasks),
     )  # fmt: skip
-    folder = Path(results).expanduser()
+    folder = writable(Path(results).expanduser())
     keep = None if trace is None else KeepSteps.from_option(str(trace))
     return Records(request.measure(folder, request.cells(folder), fresh, block, walk, progress=progress, keep=keep))
 

@@ -105,9 +105,12 @@ def validated(kind: type[M], value: Any, source: Source, location: Location) -> 
     Raises:
         UserError: describes the first mistake, with its line.
     """
-    for place, number in _integers(value):
-        if abs(number) > LARGEST_INTEGER:
-            raise source.error((*location, *place), f"{'.'.join(map(str, place))}: {number} is beyond {LARGEST_INTEGER:,}")
+    for place, leaf in _leaves(value):
+        name = ".".join(map(str, place))
+        if isinstance(leaf, int) and abs(leaf) > LARGEST_INTEGER:
+            raise source.error((*location, *place), f"{name}: {leaf} is beyond {LARGEST_INTEGER:,}")
+        if isinstance(leaf, str) and "\0" in leaf:
+            raise source.error((*location, *place), f"{name}: {leaf!r} has a null byte")
     try:
         part = kind.model_validate(value)
     except ValidationError as error:
@@ -145,12 +148,12 @@ def _parts(value: Any) -> Iterable[tuple[str | int, Any]]:
     return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
 
 
-def _integers(value: Any) -> Iterator[tuple[Location, int]]:
-    """Yield (location, value) of every integer in nested lists and mappings."""
-    if isinstance(value, int):
+def _leaves(value: Any) -> Iterator[tuple[Location, Any]]:
+    """Yield (location, value) of everything in nested lists and mappings that is neither list nor mapping."""
+    if not isinstance(value, (dict, list)):
         yield (), value
     for key, part in _parts(value):
-        yield from (((key, *place), number) for place, number in _integers(part))
+        yield from (((key, *place), leaf) for place, leaf in _leaves(part))
 
 
 def yaml_value(text: str, place: str) -> Any:
