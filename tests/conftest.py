@@ -81,6 +81,24 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def triton() -> None:
+    """Skip without Triton. Its interpreter prepares the language once per launch and module, not for every call of a function."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
+    launch, prepare, prepared = interpreter.GridExecutor.__call__, interpreter._patch_lang, {}
+
+    def launched(*args: Any, **kwargs: Any) -> None:
+        prepared.clear()
+        launch(*args, **kwargs)
+
+    def once(function: Any) -> Any:
+        if function.__module__ not in prepared:
+            prepared[function.__module__] = prepare(function)
+        return prepared[function.__module__]
+
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, once
+
+
+@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a byte-level tokenizer, as a folder a user could name."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

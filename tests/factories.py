@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import functools
 import shutil
 import typing
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ SETTINGS = pytest.mark.parametrize(
     [(FAMILIES[(i + j) % 3], policy, mode) for i, policy in enumerate(POLICIES) for j, mode in enumerate(MODES)],
     ids=str,
 )
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.usefixtures("triton")
 
 
 def default_policies() -> list[str]:
@@ -282,6 +282,7 @@ def drawn():
     return [record("dense", None, 1.9, facts=facts), record("window", 8, 2.1, facts=facts), record(EVIL, 8, 2.2, facts=facts)]
 
 
+@functools.cache
 def uniform_number(layer: int, head: int, position: int, seed: int) -> float:
     """`CacheView.uniform` for one token."""
     at = torch.full((1, head + 1, 1), position)
