@@ -39,8 +39,7 @@ task:
   - {name: memory, tokens: 3000, points: 10}
   - {name: latency, tokens: 300, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1, policies: [window]}
 policies:
-  - {name: window, capacity: [8, 9]}
-  - {name: h2o, capacity: 8}
+  - {name: window, capacity: 8}
 """
 MUST_NOT_BE = ("damaged", "lost", "failed", "without a trace", "left unfinished by the last run", "orphans")
 

@@ -157,28 +157,42 @@ def test_no_attribute_is_born_outside_init():
 BASELINE, WITHOUT_ATTENTION = (str(ROOT / "leaderboard/baselines" / name) for name in ("quickstart", "formats"))
 HEAVY = {"torch", "transformers", "datasets", "lm_eval", "pandas", "kvbench.lab.pretrain"}
 LAB = "kvbench.lab"  # which knows more figures of the task attention than the harness
+FEWEST = {"numpy", "scipy", "pydantic", LAB}
+COMMANDS = """
+import sys
+from kvbench.harness.cli import main
+
+for command, modules in {commands!r}:
+    sys.argv = ["bench", *command]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (command, end.code)
+    assert not modules & set(sys.modules), (command, modules & set(sys.modules))
+"""
 
 
 @pytest.mark.parametrize(
-    ("command", "but"),
+    "commands",
     [
-        (["--help"], {"numpy", "scipy", "pydantic", LAB}),
-        (["run", "--help"], {"numpy", "scipy", "pydantic", LAB}),
-        (["leaderboard", "--results", WITHOUT_ATTENTION, "--out", "-"], {LAB}),
-        (["check", "--baseline", WITHOUT_ATTENTION, "--results", WITHOUT_ATTENTION], {LAB}),
-        (["leaderboard", "--results", BASELINE, "--out", "-"], set()),
-        (["compare", BASELINE, BASELINE], {"scipy"}),
-        (["check", "--baseline", BASELINE, "--results", BASELINE], set()),  # intervals of attention are computed again
-        (["records", "verify", BASELINE], set()),
+        [
+            (["--help"], FEWEST),
+            (["run", "--help"], FEWEST),
+            (["leaderboard", "--results", WITHOUT_ATTENTION, "--out", "-"], {LAB}),
+            (["check", "--baseline", WITHOUT_ATTENTION, "--results", WITHOUT_ATTENTION], {LAB}),
+        ],
+        [
+            (["compare", BASELINE, BASELINE], {"scipy"}),
+            (["leaderboard", "--results", BASELINE, "--out", "-"], set()),
+            (["check", "--baseline", BASELINE, "--results", BASELINE], set()),  # intervals of attention are computed again
+            (["records", "verify", BASELINE], set()),
+        ],
     ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
+    ids=["without attention", "with attention"],
 )
-def test_a_reader_of_records_starts_without_what_measures(command, but, tmp_path):
-    code = (
-        f"import sys; sys.argv = ['bench', *{command!r}]\nfrom kvbench.harness.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        f"assert not {HEAVY | but!r} & set(sys.modules), {HEAVY | but!r} & set(sys.modules)"
-    )
+def test_a_reader_of_records_starts_without_what_measures(commands, tmp_path):
+    """A process runs several commands: those that may import least come first."""
+    code = COMMANDS.format(commands=[(command, HEAVY | modules) for command, modules in commands])
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
     )

@@ -35,7 +35,7 @@ LONG = """
 suite: long
 version: 1
 model: {id: "builtin:sink_1"}
-task: {name: perplexity, data: prose, tokens: 30000}
+task: {name: perplexity, data: prose, tokens: 10000}
 capacity: [8, 9, 10, 11, 12, 13, 14, 15]
 policies: [window, sink_window, h2o]
 """
@@ -110,7 +110,8 @@ def test_two_workers_give_what_this_process_gives(local_ray, folder):
     assert [r.finished for r in again] == [r.finished for r in records], "finished cells are skipped"
 
 
-def test_a_worker_that_dies_takes_its_cell_with_it_and_nothing_else(local_ray, folder):
+def test_a_worker_that_dies_takes_its_cell_with_it_and_nothing_else(local_ray, folder, monkeypatch):
+    monkeypatch.setattr("kvbench.harness.run.on_ray.TRIES", 2)  # each starts a process
     (folder / "once").touch()
     request = on_ray(
         policies=[f"{{name: 'deadly.py:Deadly', file: {folder / 'once'}}}", "deadly.py:Deadly", "window"],
@@ -122,7 +123,7 @@ def test_a_worker_that_dies_takes_its_cell_with_it_and_nothing_else(local_ray, f
     assert once.status == window.status == "ok"
     assert once.metrics.nll == pytest.approx(window.metrics.nll, abs=1e-6)
     assert (always.status, always.error.kind) == ("failed", "WorkerDied")
-    assert always.error.message == "its worker died 3 times"
+    assert always.error.message == "its worker died 2 times"
     assert not (folder / "once").exists()
 
 
