@@ -32,9 +32,9 @@ real: .venv/smollm2 $(if $(DATA),,.cache/real/python-reference.txt)  ## SmolLM2 
 leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/records --out leaderboard/README.md --site $(SITE)
 
+LEFT_OUT ?= --ignore tests/lab
 test: .venv/ready  ## all tests but those of lab/, and that what microbench times still runs
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=25 --benchmark-disable --ignore tests/lab \
-		tests tests/benchmarks/bench_inner.py
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=25 --benchmark-disable $(LEFT_OUT) tests tests/benchmarks/bench_inner.py
 
 test-fast: .venv/ready  ## in a minute: what is marked fast and not slow
 	$(BIN)/python -m pytest -n auto -m 'fast and not slow' --ignore tests/lab

@@ -126,6 +126,7 @@ def test_a_question_points_at_its_line_in_tokens(tokenizer):
     assert data.facts()["line_tokens"] == pytest.approx(len("line 12: REGISTER_CONTENT is <12345>\n"), abs=1)
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize(
     ("context", "policy"),
     [("gold", H2O()), ("model", H2O()), ("none", H2O()), ("model", Window()), ("none", RecomputeWindow())],

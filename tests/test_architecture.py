@@ -172,6 +172,7 @@ for command, modules in {commands!r}:
 """
 
 
+@pytest.mark.slow("processes of their own")
 @pytest.mark.parametrize(
     "commands",
     [

@@ -98,6 +98,7 @@ def test_a_prompt_of_any_length_is_cut_at_any_capacity(policies, data):
     assert read.kept() == kept_by_definition(policy, tokens, capacity, counts, table)
 
 
+@pytest.mark.slow("every policy")
 @every_policy
 def test_blocks_are_the_same_tokens_one_by_one(name, policies):
     """Budgets that are an outcome are blocks of a prompt and after it."""

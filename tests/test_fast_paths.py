@@ -197,6 +197,7 @@ def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
     assert fast.kept() == plain.kept()
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize(("family", "mode"), [*zip(FAMILIES, ["stream", "clamped", "cache"], strict=True)])
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode):

@@ -156,6 +156,7 @@ def test_every_policy_position_mode_and_block_size(policy, mode, ragged):
     read_in(fork, [1, 2], ragged, streams=3)
 
 
+@pytest.mark.slow("every family")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", [Dense(), SinkWindow(2), RecomputeSinkWindow(sinks=2)], ids=lambda p: type(p).__name__)
 def test_families(family, policy):

@@ -31,6 +31,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow("every family")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_or_is_refused_with_the_reason(family):
     try:
