@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import os
 from pathlib import Path
@@ -70,6 +71,8 @@ def triton() -> None:
         return prepared[function.__module__]
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, once
+    builder = interpreter.interpreter_builder  # computes whether integers overflow, and never says it
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(scope="session")
