@@ -1,13 +1,23 @@
-"""Functions that child processes run in place of `run_child`. They are found by name in the child, so they are in a module."""
+"""What stands in for `child.measure`, and functions that child processes run in place of `run_child`, which they find by name."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 from kvbench.harness.run.child import run_child
 
 _LEAKED = 2**22  # bytes per block
+
+
+def in_this_process(order, references, progress):
+    """Measure without starting a process, which takes seconds: where tests are not about processes."""
+    from kvbench.harness.run.worker import Worker
+
+    with tempfile.TemporaryDirectory() as scratch:
+        return Worker(order, progress, own_process=True).measure(0, references, Path(scratch))
 
 
 def leaking(connection, scratch):

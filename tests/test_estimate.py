@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from children import in_this_process
 from conftest import bench, model_of
 
 from kvbench.harness.core import plugins
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import shape_of
-from kvbench.harness.run import reading_plan
+from kvbench.harness.run import child, reading_plan
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.speeds import Rates, Speeds
@@ -40,10 +41,11 @@ def suite(tmp_path):
     return path
 
 
-@pytest.mark.slow("processes of bench")
+@pytest.mark.slow("measures suites")
 @pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
-def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
+def test_what_is_estimated_is_what_is_measured(suite, tmp_path, monkeypatch):
     """A record of lm_eval gives the bytes of one stream; all others give those of the whole cell."""
+    monkeypatch.setattr(child, "measure", in_this_process)
     request = RunRequest(str(suite), threads=1, device="cpu")
     cells = request.cells()
     assert {c.task.name for c in cells} == set(plugins.task_names()) - {"arc_stream", "trace"}, "data, words of their own"

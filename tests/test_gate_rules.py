@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 
 import pytest
+from children import in_this_process
 from factories import cell_record
 from pydantic import BaseModel
 from stored import RECORDS
@@ -15,6 +16,7 @@ from kvbench.harness.records.figure_rules import Checked, Elsewhere, Unchecked
 from kvbench.harness.records.run_facts import Facts
 from kvbench.harness.report.gate_figures import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
+from kvbench.harness.run import child
 from kvbench.harness.run.request import RunRequest
 
 SUITE = """
@@ -28,7 +30,7 @@ task:
   - {name: turns, data: keys, streams: 1, turns: 4, facts: 4, told: 2, corrections: 1, filler: 1}
   - {name: latency, tokens: 48, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 2, precision: 0.9}
   - {name: lm_eval, tasks: kvbench_cloze_said, limit: 2, temperature: 1.0, samples: 2, policies: [dense]}
-  - {name: memory, tokens: 64, points: 4, policies: [h2o]}  # each takes a process
+  - {name: memory, tokens: 64, points: 4, policies: [h2o]}
   - {name: attention, data: prose, samples: 20, tokens: 64}
 capacity: 24
 policies: [dense, h2o]
@@ -56,7 +58,12 @@ def without_rule(records):
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory, machine_dir):
-    folder = tmp_path_factory.mktemp("rules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "measure", in_this_process)
+        return records_of(tmp_path_factory.mktemp("rules"), machine_dir)
+
+
+def records_of(folder, machine_dir):
     path = folder / "rules.yaml"
     path.write_text(SUITE)
     records = RunRequest(str(path), threads=1).measure(folder / "records", RunRequest(str(path)).cells(), fresh=True)
@@ -66,7 +73,7 @@ def fresh(tmp_path_factory, machine_dir):
     return records
 
 
-@pytest.mark.slow("processes of its own")
+@pytest.mark.slow("measures suites")
 def test_of_a_fresh_run_of_every_task(fresh):
     assert not without_rule(fresh)
     assert {"calibration_ms", "tokens_per_second"} <= set(fresh[0].facts.as_json())

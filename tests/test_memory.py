@@ -223,14 +223,13 @@ def measure(order, progress=lambda tokens, text: None):
 def test_a_coded_cell_goes_to_a_process_and_comes_back(tmp_path, monkeypatch):
     """How K and V are stored, and that pages are evicted, are pickled."""
     monkeypatch.chdir(tmp_path)
-    entries = "{name: window, evict: {pages: 4, worth: max}, kv: {codec: int4, exempt: {recent: 2}}}, {name: dense, kv: kivi2}"
-    Path("one.yaml").write_text(SUITE.format(tokens=64, points=4, policies=entries))
-    for cell in RunRequest("one.yaml").cells():
-        (outcome,) = measure(order_of([cell], RunOptions(torch.device("cpu"), block=16)))
-        assert outcome.failure is None
-        assert outcome.metrics.kv_bytes == outcome.metrics.expected_kv_bytes
-        shape = readable_shape("random:stories-260k", None)
-        assert outcome.metrics.kv_bytes == shape.kv_bytes((cell.capacity or 256) + (3 if cell.capacity else -1), 1, 4, cell.kv)
+    entry = "{name: window, evict: {pages: 4, worth: max}, kv: {codec: int4, exempt: {recent: 2}}}"
+    Path("one.yaml").write_text(SUITE.format(tokens=64, points=4, policies=entry))
+    (cell,) = RunRequest("one.yaml").cells()
+    (outcome,) = measure(order_of([cell], RunOptions(torch.device("cpu"), block=16)))
+    assert outcome.failure is None
+    assert outcome.metrics.kv_bytes == outcome.metrics.expected_kv_bytes
+    assert outcome.metrics.kv_bytes == readable_shape("random:stories-260k", None).kv_bytes(8 + 3, 1, 4, cell.kv)
 
 
 @pytest.fixture
