@@ -39,10 +39,15 @@ INTERFACE = ROOT / "harness/engine/kernel_interface.py"  # the only importer of 
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """All modules and names that a file imports, at any place in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -94,10 +99,10 @@ def test_the_lab_stands_on_the_harness_and_nothing_on_the_lab():
 def test_the_engine_calls_at_most_six_functions_of_the_kernels():
     """One module of the engine imports the package, and nothing of what is in it."""
     assert {m for m in imports(INTERFACE) if package_of(m) == "kernels"} == {"kvbench.harness.kernels"}
-    tree = ast.parse((ROOT / "harness/kernels/__init__.py").read_text())
+    tree = parsed(ROOT / "harness/kernels/__init__.py")
     public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert len(public) <= 6
-    attributes = (node for node in ast.walk(ast.parse(INTERFACE.read_text())) if isinstance(node, ast.Attribute))
+    attributes = (node for node in ast.walk(parsed(INTERFACE)) if isinstance(node, ast.Attribute))
     assert {x.attr for x in attributes if isinstance(x.value, ast.Name) and x.value.id == "package"} == public
 
 
@@ -118,7 +123,7 @@ def test_no_modules_import_each_other_in_a_circle():
     }
     below = {}
     for name, path in files.items():  # imports for types alone are indented
-        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        nodes = [node for node in parsed(path).body if isinstance(node, ast.ImportFrom)]
         pairs = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
         below[name] = {member if member in files else module for module, member in pairs} & files.keys()
     TopologicalSorter(below).prepare()  # raises CycleError, which names the circle
@@ -146,7 +151,7 @@ def attributes_set(function: ast.FunctionDef) -> set[str]:
 def test_no_attribute_is_born_outside_init():
     """What changes from block to block is a value that is passed on, so a reader finds all state of an object in one place."""
     for path in sorted([*(ROOT / "harness").rglob("*.py"), *(ROOT / "lab").rglob("*.py")]):
-        for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+        for kind in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)):
             methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
             born = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
             born |= attributes_set(methods["__init__"]) if "__init__" in methods else set()
@@ -202,8 +207,7 @@ def test_a_reader_of_records_starts_without_what_measures(commands, tmp_path):
 
 def test_files_and_functions_stay_short():
     for path in [path for folder in ("policies", "harness", "lab") for path in (ROOT / folder).rglob("*.py")]:
-        text = path.read_text()
-        assert text.count("\n") <= 400, path
-        for node in ast.walk(ast.parse(text)):
+        assert path.read_text().count("\n") <= 400, path
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.name}"

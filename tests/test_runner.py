@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from children import in_this_process
 from conftest import bench
 
 from kvbench.harness.core.errors import UserError, failure, ran_out_of_memory
@@ -15,7 +16,6 @@ from kvbench.harness.kernels import captured
 from kvbench.harness.models import load
 from kvbench.harness.run import child, machine, request
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.run.worker import Worker
 
 pytestmark = pytest.mark.fast
 
@@ -190,13 +190,8 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
 def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatch, capsys):
     """Latency, whose cells are one group, without the process. A cell that crashes has its error in its record."""
     groups = []
-
-    def in_child(order, references, progress):
-        groups.append(order.groups[0])
-        return Worker(order, progress, own_process=True).measure(0, references, tmp_path / "scratch")
-
     monkeypatch.setattr(captured.PROCESS, "failed", "the capture was invalidated")
-    monkeypatch.setattr(child, "measure", in_child)
+    monkeypatch.setattr(child, "measure", lambda order, *rest: groups.append(order.groups[0]) or in_this_process(order, *rest))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "s.yaml").write_text(BAD_BESIDE_GOOD)
