@@ -78,6 +78,13 @@ def test_no_row_joins_two_devices():
         assert all(row["ms"] is None for row in question["budgets"][0]["rows"])
 
 
+def test_quality_of_two_devices_is_one_question():
+    parts = [made(p, 8, nll, 640, facts={"device": d}) for p, nll, d in (("good", 2.0, "CPU 2"), ("bad", 2.2, "CPU 1"))]
+    (question,) = feed(parts)["questions"]
+    assert question["machine"] == "CPU 1 and CPU 2"
+    assert [row["policy"] for row in question["budgets"][0]["rows"]] == ["good", "bad"]
+
+
 def test_no_table_of_times_joins_two_ways_of_timing():
     facts = {"device": "a CPU", "instructions": "AVX2"}
     quality = [made(p, 8, 2.0, 640, facts=facts | {"threads": 1}) for p in ("good", "bad")]

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record, newest
-from kvbench.harness.records.metrics import NllMetrics, StepMetrics
+from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, StepMetrics
 from kvbench.harness.report.chart import Chart, Page, channel, file_name, make_visible, page
 from kvbench.harness.report.markdown import md, model_name, number, short_titles, table, title
 from kvbench.harness.report.pairing import question, strided, task_version
@@ -67,8 +67,10 @@ def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     """(name, records) of every machine, sorted by name; the name is empty if there is only one.
 
     A machine is a device. If steps were timed on a device with several set-ups (instructions, threads), each set-up is a
-    machine; all of them share the figures of quality, which don't depend on the set-up.
+    machine; all of them share the figures of quality, which don't depend on the set-up. Records of quality alone belong together.
     """
+    if not any(r.measures(StepMetrics) or r.measures(PeakMetrics) for r in records):
+        return [("", list(records))]
     machines = []
     for name in sorted({r.facts.device for r in records}):
         here = [r for r in records if r.facts.device == name]

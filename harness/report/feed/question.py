@@ -254,7 +254,11 @@ def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], 
         shown = [r for r in together if id(r) in names]
         mode = positions if several or positions != "cache" else ""
         coded = rows([r for r in subject if is_reference(r) and r.cell.stored not in ("", stored)])
-        yield Question(measure, shown, measured, evicts, mode, machine or subject[0].facts.device, stored, coded)
+        yield Question(measure, shown, measured, evicts, mode, machine or _devices(shown), stored, coded)
+
+
+def _devices(records: Sequence[Record]) -> str:
+    return " and ".join(sorted({r.facts.device for r in records if r.facts.device}))
 
 
 def _answers(record: Record) -> bool:
