@@ -48,6 +48,7 @@ def _is_variant(record: Record) -> bool:
 
 _POSITIONS = {"cache": "renumbered", "stream": "as in the text", "clamped": "clamped"}
 _BESIDE_FORMATS = ("h2o", "expected_attention", "snapkv", "sink_window", "random", "window")
+_AS_INT4 = 192  # tokens in float32 that hold as many bytes as 1,024 tokens in int4
 
 
 def _same_text(record: Record, others: Sequence[Record]) -> bool:
@@ -164,12 +165,13 @@ def _against_control(column: dict[str, Record]) -> dict[str, tuple[Interval, flo
 
 def formats() -> str:
     """Return perplexity lost to dense by formats of K and V, and by policies at the same capacity."""
-    exact = perplexities("smollm2-prompt", "prompt", BUDGET, "stream")
-    rows = {f"dense as {r.cell.stored}": r for r in measured("smollm2-prompt") if r.cell.policy == "dense" and r.cell.stored} | {
-        f"{policy} of {BUDGET} tokens": r for policy, r in exact.items() if policy in _BESIDE_FORMATS
-    }
-    order = sorted(rows, key=lambda row: loss(rows[row], exact["dense"]).mean)
-    lines = [[row, percent(loss(rows[row], exact["dense"])), _held(rows[row], exact["dense"])] for row in order]
+    rows = {f"dense as {r.cell.stored}": r for r in measured("smollm2-prompt") if r.cell.policy == "dense" and r.cell.stored}
+    for capacity in (_AS_INT4, BUDGET):
+        column = perplexities("smollm2-prompt", "prompt", capacity, "stream")
+        rows |= {f"{policy} of {capacity} tokens": r for policy, r in column.items() if policy in _BESIDE_FORMATS}
+    dense = column["dense"]
+    order = sorted(rows, key=lambda row: loss(rows[row], dense).mean)
+    lines = [[row, percent(loss(rows[row], dense)), _held(rows[row], dense)] for row in order]
     return _markdown(["kept", "perplexity lost to dense", "bytes of K and V, of dense's"], lines, "lrr")
 
 
@@ -185,6 +187,13 @@ def budgets() -> str:
     policies = _best_first(columns[BUDGET], (p for p in columns[BUDGET] if p != "dense"))
     rows = [[name(p), *(_lost(p, column) for column in columns.values())] for p in policies]
     return _markdown(["policy", *(f"{c} tokens" for c in columns)], rows, "l" + "r" * len(columns))
+
+
+def positions_at_steps() -> str:
+    """Return perplexity lost to dense inside the training length, evicting at every step, by the positions of kept tokens."""
+    columns = [perplexities("smollm2-step", "step", BUDGET, positions) for positions in _POSITIONS]
+    rows = [[name(p), *(_lost(p, column) for column in columns[:2])] for p in columns[1] if p != "dense"]
+    return _markdown(["policy, 256 tokens per head", *list(_POSITIONS.values())[:2]], rows, "lrr")
 
 
 def long_stream() -> str:
