@@ -11,6 +11,7 @@ import torch
 from conftest import DEVICE, model_of, tokens_of
 from factories import needs_compiler
 
+from kvbench.harness.core import device
 from kvbench.harness.engine import fastcheck, trial
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.decoder import CacheConfig
@@ -120,7 +121,7 @@ def as_on_cuda(monkeypatch):
 def clock(monkeypatch):
     """A clock that goes on only where a test says what takes how long: a function makes a method cost seconds."""
     now = [0.0]
-    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def cost(kind: type, name: str, seconds: float) -> None:
         plain = getattr(kind, name)
