@@ -28,11 +28,11 @@ def noisy(policy, capacity, nll, seed=0, **changes):
     return edit(made, metrics={"blocks": blocks | {"nll_sum": shifted}})
 
 
-def of_budgets():
-    """Two policies and a control at two budgets, recompute at the larger, dense past its training length."""
+def of_budgets(capacities=(8, 16)):
+    """Two policies and a control at each budget, recompute at one of 16, dense past its training length."""
     dense = edit(noisy("dense", None, 1.7, facts={"training_length": 64}), metrics={"kv_bytes": 65536})
     rows = [dense, edit(noisy("recompute_window", 16, 1.9, 1), metrics={"kv_bytes": 0})]
-    for capacity in (8, 16):
+    for capacity in capacities:
         caches = (("window", 2.2, 2), ("h2o", 2.25, 3), ("random", 4.0, 4))
         made = [noisy(policy, capacity, nll - capacity / 100, seed) for policy, nll, seed in caches]
         rows += [edit(r, metrics={"kv_bytes": 80 * (capacity + 1)}) for r in made]
@@ -176,6 +176,18 @@ def test_the_markdown_page_begins_with_the_same_answer():
     chart = over_budgets(question, "answer")
     assert "random" not in json.dumps(chart.spec), "it would flatten the others"
     assert "<svg" in chart.svg("light")
+
+
+def test_the_markdown_page_of_many_questions_answers_one_at_three_budgets_and_links_to_its_model():
+    first = of_budgets((8, 12, 16, 24))
+    cells = [{"suite": f"suite {n}", "model": {"id": f"model {n % 2}", "dtype": "float32"}} for n in range(24)]
+    many = [changed(r, cell=cell) for cell in cells for r in first]
+    text = render(feeds.feed(many), site="page.html").text
+    assert re.findall(r"^- (\d+) tokens:", text, re.MULTILINE) == ["8", "16", "24"]
+    linked = re.findall(r"^- \[suite (\d+)\]\(page.html#q=suite-\d+-", text, re.MULTILINE)
+    (model,) = re.findall(r"^More on model (\d):", text, re.MULTILINE)
+    assert sorted(map(int, linked)) == list(range(int(model), 24, 2))
+    assert "[The page](page.html) has 24 questions of 24 suites" in text
 
 
 def test_too_few_streams_are_named_and_have_no_interval():

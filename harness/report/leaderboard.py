@@ -21,11 +21,11 @@ a cell's task. [Other projects](https://kv-bench.github.io/kv-bench/comparison/)
 _PICTURE = "answer"  # its file
 _MOST_ROWS = 5  # of the table
 _MOST_NAMES = 3  # of a question
-_MOST_QUESTIONS = 20  # that get a line each; of more there is a row for each suite
+_MOST_QUESTIONS = 20  # that get a line each; of more only the suites of the first model get a link
 
 
 def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str = "index.html") -> Page:
-    """Return the page with its charts: the default question, then every question in a line or, if there are many, every suite.
+    """Return the page with its charts: the default question, then a line for every question, or links if there are many.
 
     unasked: tables of suites that answer no question; left out if there are many questions. site: where links to the page of a
     question lead.
@@ -34,11 +34,11 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str 
     lines: list[str | Chart] = [_HEAD]
     if not questions and not unasked:
         lines.append("No record has a perplexity or right answers yet: `bench run suites/pg19.yaml`.\n")
-    for question in questions:
-        if question["id"] == feed["default"]:
-            lines += _default(question)
+    defaults = [question for question in questions if question["id"] == feed["default"]]
+    for question in defaults:
+        lines += _default(question)
     if len(questions) > _MOST_QUESTIONS:
-        return page([*lines, *_suites(questions, site)])
+        return page([*lines, *_links(questions, defaults[0]["model"], site)])
     lines += ["## All questions\n"] if questions else []
     for suite, group in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
         lines += _suite(suite, list(group), [e for e in feed["equal_bytes"] if (e["suite"], e["suite_version"]) == suite], site)
@@ -48,9 +48,10 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str 
 
 
 def _default(question: dict[str, Any]) -> list[str | Chart]:
-    """Return a sentence for every budget, a chart, and a row for each of the best policies at the middle budget."""
-    shown = _middle(question)
-    answers = [f"- {md(size(budget['capacity']))}: {md(budget['finding'])}" for budget in question["budgets"]]
+    """Return a sentence for three budgets, a chart, and a row for each of the best policies at the middle budget."""
+    budgets, shown = question["budgets"], _middle(question)
+    three = [budget for budget in budgets if budget in (budgets[0], shown, budgets[-1])]
+    answers = [f"- {md(size(budget['capacity']))}: {md(budget['finding'])}" for budget in three]
     picture = over_budgets(question, _PICTURE)
     return [
         f"## {md(question['model'])}, {md(question['subject'])}\n",
@@ -71,15 +72,20 @@ def _middle(question: dict[str, Any]) -> dict[str, Any]:
     return middle
 
 
-def _suites(questions: Sequence[dict[str, Any]], site: str) -> list[str]:
-    """Return a table with a row for each suite, whose name leads to its first question on the page."""
-    rows = []
-    for (suite, version), group in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
-        of_suite = list(group)
-        models = list(dict.fromkeys(question["model"] for question in of_suite))
-        named = ", ".join(models) if len(models) <= _MOST_NAMES else f"{len(models)} models"
-        rows.append([f"[{md(suite)} v{version}]({site}#q={of_suite[0]['id']})", str(len(of_suite)), md(named)])
-    return ["## All questions\n", *table(["suite", "questions", "models"], rows, "lrl")]
+def _links(questions: Sequence[dict[str, Any]], model: str, site: str) -> list[str]:
+    """Return links to the first question of each suite that measured `model`, and a link to the page with every suite."""
+    suites = grouped(questions, lambda question: question["suite"])
+    links = []
+    for suite, of_suite in suites.items():
+        of_model = [question for question in of_suite if question["model"] == model]
+        if of_model:
+            links.append(f"- [{md(suite)}]({site}#q={of_model[0]['id']}): {_count(len(of_model))}")
+    every = f"[The page]({site}) has {_count(len(questions))} of {len(suites)} suites, on other models too.\n"
+    return [f"More on {md(model)}:\n", *links, "", every]
+
+
+def _count(questions: int) -> str:
+    return f"{questions} question{'' if questions == 1 else 's'}"
 
 
 def _suite(
@@ -87,8 +93,7 @@ def _suite(
 ) -> list[str | Chart]:
     """Return the questions of a suite, folded; and the answers at equal bytes, if its K and V have several formats."""
     models = ", ".join(dict.fromkeys(question["model"] for question in questions))
-    count = f"{len(questions)} question{'' if len(questions) == 1 else 's'}"
-    head = f"<details><summary>{md(suite[0])} v{md(suite[1])}: {count} on {md(models)}</summary>\n"
+    head = f"<details><summary>{md(suite[0])} v{md(suite[1])}: {_count(len(questions))} on {md(models)}</summary>\n"
     sizes = [f"- {md(size['answer'])}" for equal in formats for size in equal["sizes"]]
     pictures = [over_bytes(equal, equal["id"]) for equal in formats]
     return [
