@@ -40,8 +40,10 @@ from kvbench.harness.tasks.memory import Memory, MemoryOptions
 from kvbench.harness.tasks.memory.meter_stream import tensor_bytes
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.adakv import AdaKV
+from kvbench.policies.criticalkv import CriticalKV
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
+from kvbench.policies.knorm import Knorm
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
 
@@ -343,11 +345,13 @@ def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):
     assert sorted(r.status for r in records) == ["failed", "ok"]
 
 
-def test_tensors_are_counted_once_and_the_models_not_at_all():
-    read = decoder(model_of("llama"), CacheConfig(SinkWindow(4), 1000))
-    assert 0 <= tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**16
+@pytest.mark.parametrize("policy", [SinkWindow(4), Knorm(), CriticalKV()])
+def test_tensors_are_counted_once_and_the_models_not_at_all(policy):
+    model = model_of("llama")
+    read = decoder(model, CacheConfig(policy, 1000))
+    assert 0 <= tensor_bytes(read, model) - read.kv_bytes - read.state_bytes < 2**12
     for _ in range(3):
         read(torch.zeros(1, 1, dtype=torch.int64))
-    assert tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**18, "a step leaves nothing behind"
+    assert tensor_bytes(read, model) - read.kv_bytes - read.state_bytes < 2**18, "a step leaves nothing behind"
     copy = read.fork([0])
-    assert tensor_bytes([read, copy]) > 1.9 * tensor_bytes(read)
+    assert tensor_bytes([read, copy], model) > 1.9 * tensor_bytes(read, model)

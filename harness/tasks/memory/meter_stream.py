@@ -49,7 +49,7 @@ def measure(options: MemoryOptions, job: Job) -> MemoryMetrics:
             read(tokens, keep=torch.tensor([shape[1] - 1], device=job.model.device))
             position += shape[1]
         meter.wait()
-        largest_tensor_bytes = max(largest_tensor_bytes, tensor_bytes(read))
+        largest_tensor_bytes = max(largest_tensor_bytes, tensor_bytes(read, job.model))
         curve.append(
             {
                 "position": position,
@@ -212,6 +212,8 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def tensor_bytes(decoder: Decoder) -> int:
-    """Bytes of all tensors that a decoder holds. Each storage counts once; the model's do not count."""
-    return storage_bytes(tensors_in(decoder, (Model, Rotation)))
+def tensor_bytes(decoder: Decoder, model: Model) -> int:
+    """Return the bytes of all tensors that a decoder holds. Each storage counts once, and views of the model's weights do not."""
+    weights = {p.untyped_storage().data_ptr() for p in model.hf.parameters()}
+    held = tensors_in(decoder, (Model, Rotation))
+    return storage_bytes(t for t in held if t.untyped_storage().data_ptr() not in weights)
