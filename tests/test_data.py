@@ -12,8 +12,9 @@ import pytest
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import pg19, wikitext
 from kvbench.harness.data.stream import Text, stream
-from kvbench.harness.data.texts import texts
+from kvbench.harness.data.texts import check_folders, texts
 from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.run.request import RunRequest
 
 
 def test_tokens_stand_for_every_byte_of_the_text(model_dir):
@@ -188,6 +189,14 @@ def test_parquet_whose_text_is_none_is_told_in_one_line(tmp_path, column, says):
     pq.write_table(pa.table({"text": column}), tmp_path / "test.parquet")
     with pytest.raises(UserError, match=f"test.parquet: .*{says}"):
         list(pg19.books("test", tmp_path)[1])
+
+
+def test_a_suite_never_reads_two_sources_from_the_same_files(tmp_path):
+    (tmp_path / "test.txt").write_text("A book.")
+    request = RunRequest("course", "builtin:sink_2", str(tmp_path), device="cpu")
+    with pytest.raises(UserError, match="reads 'pg19' and 'wikitext': give --data a directory with a folder of each name"):
+        request.measure(tmp_path / "results", request.cells(), progress=False)
+    check_folders(["pg19", "prose"], tmp_path)  # of one source, any directory will do
 
 
 def test_one_directory_may_hold_several_sources(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +38,18 @@ def texts(
     if source == "wikitext":
         return wikitext.articles(split, directory)
     return pg19.books(split, directory) if book is None else pg19.book(book, split, directory)
+
+
+def check_folders(sources: Iterable[str], directory: Path) -> None:
+    """Check that a directory keeps several sources apart.
+
+    Raises:
+        UserError: the sources would be read from the same files.
+    """
+    wanted = sorted({*sources}.intersection(_OF_FILES))
+    if len(wanted) > 1 and not any((directory / name).is_dir() for name in wanted):
+        names = " and ".join(f"'{name}'" for name in wanted)
+        raise UserError(f"{directory}: the suite reads {names}: give --data a directory with a folder of each name")
 
 
 def _folder_of(source: Source, directory: Path) -> Path:

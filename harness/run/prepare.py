@@ -14,6 +14,7 @@ from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.source_digests import source_digest, task_digest
+from kvbench.harness.data.texts import check_folders
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.gguf_header import gguf_origin
 from kvbench.harness.models.hub import model_directory, weights_digest
@@ -70,6 +71,8 @@ def prepare(
     """
     _refuse_rule_breakers(cells, device)
     _refuse_spread(cells, device, elsewhere=measured_on is not None)
+    if data is not None:
+        check_folders((getattr(cell.task, "data", "") for cell in cells), data)
     directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle, c.model.gguf_file) for c in cells}
     there = measured_on or MachineFacts.here(device)
     _check_caches(cells, directories, there.free_bytes, device)
