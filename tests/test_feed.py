@@ -178,6 +178,14 @@ def test_the_markdown_page_begins_with_the_same_answer():
     assert "<svg" in chart.svg("light")
 
 
+def test_a_chart_of_lines_leaves_out_policies_of_one_budget():
+    rows = [*of_budgets(), edit(noisy("lagkv", 16, 2.3, 5), metrics={"kv_bytes": 1360})]
+    (question,) = feeds.feed(rows)["questions"]
+    assert "lagkv" not in json.dumps(over_budgets(question, "answer").spec)
+    (question,) = feeds.feed([row for row in rows if row.cell.capacity in (None, 16)])["questions"]
+    assert "lagkv" in json.dumps(over_budgets(question, "answer").spec)
+
+
 def test_the_markdown_page_of_many_questions_answers_one_at_three_budgets_and_links_to_its_model():
     first = of_budgets((8, 12, 16, 24))
     cells = [{"suite": f"suite {n}", "model": {"id": f"model {n % 2}", "dtype": "float32"}} for n in range(24)]

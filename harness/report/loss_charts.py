@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.report import chart
 
 _FORMATS = (*chart.SHAPES, "arrow", "wedge", "stroke")
@@ -20,7 +21,7 @@ _MOST_LOST = 25  # % of perplexity; a cache that loses more is left out, and the
 def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     """Draw a line per policy, or an interval each for a single budget. None if no policy has a loss with an interval.
 
-    Policies that lose so much that the others would share a line are left out.
+    Policies that lose so much that the others would share a line are left out, and beside lines those of a single budget.
 
     Args:
         question: of the feed.
@@ -32,6 +33,8 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
         for row in budget["rows"]
         if row["kind"] != "reference" and row["loss"] and row["loss"]["low"] is not None
     ]
+    sizes_of = {name: {row["capacity"] for row in of_name} for name, of_name in grouped(rows, lambda row: row["name"]).items()}
+    rows = [row for row in rows if len(sizes_of[row["name"]]) > 1] or rows
     most = _typical(sorted({r["name"]: max(x["loss"]["value"] for x in rows if x["name"] == r["name"]) for r in rows}.values()))
     shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
     if not shown:
@@ -63,16 +66,18 @@ def _values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "loss": row["loss"]["value"],
             "low": row["loss"]["low"],
             "high": row["loss"]["high"],
-            "kib": None if row["kv_bytes"] is None else round(row["kv_bytes"] / 1024, 2),
+            "share": None if row["kv_share"] is None else round(100 * row["kv_share"]),
         }
         for row in rows
     ]
 
 
 def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
-    """Loss over the budget, which is labelled in tokens and in bytes."""
+    """Loss over the budget, which is labelled in tokens and in bytes of K and V relative to dense's."""
     values = sorted(_values(rows), key=lambda v: (v["policy"], v["capacity"]))
-    ticks = {f"{v['capacity']:g}": [f"{v['capacity']} tokens", *([f"{v['kib']:,.0f} KiB"] if v["kib"] else [])] for v in values}
+    ticks = {
+        f"{v['capacity']:g}": [f"{v['capacity']} tokens", *([f"{v['share']} % of bytes"] if v["share"] else [])] for v in values
+    }
     labels = f"({json.dumps(ticks)})[datum.value]"
     x = chart.log_axis("capacity", "kept", base=2, padding=24, values=sorted({v["capacity"] for v in values}), labelExpr=labels)
     channels = {kind: chart.by_policy(kind, _pairs(rows)) for kind in ("color", "strokeDash", "shape")}
