@@ -114,8 +114,7 @@ def _blocks(policy_class: type[Policy]) -> str:
         if policy.band(capacity) is not None:
             return "closed form"
         reason = why_not_compiled(policy)
-        by_steps = all("logits" not in statistic.sees for statistic in policy.statistics)
-        return f"{'compiled steps' if by_steps else 'walk'} ({reason})" if reason else "compiled walk"
+        return f"compiled steps ({reason})" if reason else "compiled walk"
     return "depends on its parameters"
 
 

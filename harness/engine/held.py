@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.harness.engine.kept_rotation import FloatView
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from kvbench.harness.engine.slot_stores import StoredView, as_written
 from kvbench.harness.engine.slots import Slots
@@ -44,7 +45,7 @@ class HeldRows:
         self.stored = *self._keys.parts, *self._values.parts  # the tensors of K, then of V, as kernels read them
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
-        self.free, self._row_base = tensors.free[part], tensors.row_base[part]
+        self.free, self.row_base = tensors.free[part], tensors.row_base[part]
         self.heads, self.keys_rotated = heads, slots.keys_rotated
         self.observed_names = slots.sees  # what statistics read of attention
         self._pages, self._part = tensors.pages, part
@@ -69,7 +70,7 @@ class HeldRows:
         self.view: CacheView
         if slots.codec is None and self._pages is None and not slots.keys_rotated:
             keys, values = (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
-            self.view = CacheView(rank, position, index, keys, values, *rest)
+            self.view = FloatView(rank, position, index, keys, values, *rest)
         else:
             keys_window = None if slots.keys_rotated else self._keys
             self.view = StoredView(rank, position, index, keys_window, self._values, *rest)
@@ -114,7 +115,7 @@ class HeldRows:
     def _take_pages(self, last: Tensor) -> None:
         """Give each row of a pool the pages up to its slot `last`; do nothing without a pool. last: flat indices. [R] int64."""
         if self._pages is not None:
-            self._pages.take(self._part, last - self._row_base + 1)
+            self._pages.take(self._part, last - self.row_base + 1)
 
     def _places(self, slots: Tensor) -> Tensor:
         """Map slots to the places of their K and V, which differ in a pool. Flat indices, [n] int64 -> [n] int64."""
@@ -123,7 +124,7 @@ class HeldRows:
     def empty_slots(self, count: int) -> Tensor:
         """Flat indices of the first empty slots of each row. [R, count] int64."""
         occupied = (self.rank < self._slots.empty_rank).to(torch.uint8)
-        return occupied.argsort(dim=-1, stable=True)[:, :count] + self._row_base[:, None]
+        return occupied.argsort(dim=-1, stable=True)[:, :count] + self.row_base[:, None]
 
     def leave(self, free: Tensor) -> None:
         """Make slots empty again. [R, T] int64."""
@@ -154,12 +155,12 @@ class HeldRows:
         self.position[:, :count] = position
         self.rank[:, :count] = torch.arange(count, device=position.device)
         self.rank[:, count:] = self._slots.empty_rank
-        self.free.copy_(self._row_base + count)
+        self.free.copy_(self.row_base + count)
 
     def shorten(self, counts: Tensor) -> None:
         """After `hold`: keep only the first `counts` tokens of each row. [N] int64."""
         self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
-        self.free.copy_(self._row_base + counts)
+        self.free.copy_(self.row_base + counts)
 
     def written(self, key: Tensor, value: Tensor, step: Tensor, ids: Tensor) -> dict[Statistic, Tensor]:
         """Compute what statistics note of tokens when they are written, in the rows of one layer. [N, T, *k] each.

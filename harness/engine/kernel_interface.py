@@ -27,10 +27,24 @@ DecodeStep = Callable[["Tensor"], "Tensor"]  # tokens [B, 1] -> logits [B, 1, V]
 
 
 class StepKernel(Protocol):
-    """Writes one token of each stream into its slot and attends, in one layer."""
+    """Writes one token of each stream into its slot and attends, in one layer.
+
+    Attributes:
+        gives_logits: the kernel can return logits.
+    """
+
+    gives_logits: bool
 
     def __call__(
-        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
+        self,
+        slots: Slots,
+        rows: Rows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        mass: Tensor | None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         """Read a token of each stream. Its rank and position are already in its slot.
 
@@ -39,6 +53,7 @@ class StepKernel(Protocol):
             key: unrotated, dims in the model's order. [B, H, 1, D].
             value: [B, H, 1, Dv].
             mass: receives the softmax weights; None if they are not needed. [N, G, S].
+            logits: receives the logits, -inf in empty slots; None if they are not needed. [N, G, S].
 
         Returns:
             [B, H * G, 1, Dv].

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.held import writes
+from kvbench.harness.engine.kept_rotation import KeptRotation
 from kvbench.harness.engine.kernel_interface import Kernels, StepKernel
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs
@@ -82,7 +83,7 @@ class Shortcuts:
         if slots.codec is not None:
             return self._method.step_kernel and slots.sees <= {"weights"} and not self._writes and not slots.uneven
         no_walk = self._kernels.walk is None and slots.capacity is not None
-        return self._method.walk_steps and no_walk and "logits" not in slots.sees
+        return self._method.walk_steps and no_walk and (self._kernels.step.gives_logits or "logits" not in slots.sees)
 
     def ordered_after(self, plan: Plan, ordered: bool, end: int | None) -> bool:
         """Whether the slots hold their tokens oldest first after a block that ends with `end` tokens; None if streams differ."""
@@ -144,27 +145,31 @@ class Shortcuts:
         assert plan.kernel is not None
         places, rows, out = plan.places, self._rows(plan.attended, layer), []
         observed = rows.observation_buffers()
-        written = self._written_in(places, rows, keys, values)
-        queries = self._paired(query, keys)[0].flatten(0, 1) if "queries" in observed else None  # [N, G, T, D]
+        grouped, paired = self._paired(query, keys)
+        written = self._written_in(places, rows, paired, values)
+        queries = grouped.flatten(0, 1) if "queries" in observed else None  # [N, G, T, D]
         by_token = [x.movedim(2, 0)[..., None, :].contiguous().unbind(0) for x in (query, keys, values)]  # [B, H, 1, D] each
         release = self._kernels.release
         release = release if release is not None and release.of_layer else None
         RAN["coded walk" if self._slots.codec is not None else "compiled steps"] += 1
-        for t, rank in enumerate(places.ranks):
-            rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])
-            rows.set_written(rows.free[:, None], {s: x[:, t : t + 1] for s, x in written.items()})
-            q, k, v = (x[t] for x in by_token)
-            out.append(plan.kernel(self._slots, rows, q, k, v, terms.scaling, observed.get("weights")))
-            if queries is not None:
-                observed["queries"] = queries[:, :, t]
-            if "outputs" in observed:
-                observed["outputs"] = out[-1].reshape(observed["outputs"].shape)
-            if observed and not (release and release.updates):
-                rows.update(observed, None)
-            if release is None:
-                rows.release(None, places.evicts[t], places.ragged)
-            else:
-                release(self._slots, rows, observed.get("weights"), places.steps[t], places.evicts[t])
+        with KeptRotation(rows, paired.flatten(0, 1), places.steps) as rotation:
+            for t, rank in enumerate(places.ranks):
+                rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])
+                rows.set_written(rows.free[:, None], {s: x[:, t : t + 1] for s, x in written.items()})
+                q, k, v = (x[t] for x in by_token)
+                given = terms.scaling, observed.get("weights"), observed.get("logits")
+                out.append(plan.kernel(self._slots, rows, q, k, v, *given))
+                rotation.follow(t)
+                if queries is not None:
+                    observed["queries"] = queries[:, :, t]
+                if "outputs" in observed:
+                    observed["outputs"] = out[-1].reshape(observed["outputs"].shape)
+                if observed and not (release and release.updates):
+                    rows.update(observed, None)
+                if release is None:
+                    rows.release(None, places.evicts[t], places.ragged)
+                else:
+                    release(self._slots, rows, observed.get("weights"), places.steps[t], places.evicts[t])
         return torch.cat(out, 2)
 
     def read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
@@ -201,13 +206,11 @@ class Shortcuts:
         rows.free += keys.shape[2]
 
     def _written_in(self, places: Places, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
-        """Compute what statistics note of the tokens of a walked block when they are written. [N, T, *k] each."""
+        """Compute what statistics note of the tokens of a walked block when they are written. keys: paired. [N, T, *k] each."""
         if not self._writes:
             return {}
-        rotation = self._placement.rotation
-        paired = keys if rotation is None else rotation.pair(keys)
         steps, ids = (torch.stack(list(x), 1) for x in (places.steps, places.ids))
-        return rows.written(paired.flatten(0, 1), values.flatten(0, 1), steps, ids)
+        return rows.written(keys.flatten(0, 1), values.flatten(0, 1), steps, ids)
 
     def _written(self, plan: CompiledWalk, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
         """Compute what statistics note of a block's tokens when they are written, before a kernel walks it. [N, T, *k] each."""

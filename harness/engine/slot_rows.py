@@ -116,7 +116,7 @@ class Rows(HeldRows):
         victim_rank, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
         if self.summed:
             self.forget_one(victim, victim_rank >= 0)
-        torch.add(victim[:, 0], self._row_base, out=self.free)
+        torch.add(victim[:, 0], self.row_base, out=self.free)
         if ragged:
             victim_rank = victim_rank.masked_fill(victim_rank < 0, empty)
         self.rank.sub_((self.rank > victim_rank).long())
@@ -168,7 +168,7 @@ class Rows(HeldRows):
         victims: [R, S] bool; count: tokens before, [R, 1] int64.
         """
         tensors, (row, into, out_of) = self._tensors, moves(victims, count, self._slots.most_victims)
-        into, out_of = into + self._row_base[row], out_of + self._row_base[row]
+        into, out_of = into + self.row_base[row], out_of + self.row_base[row]
         for x in (tensors.flat_rank, tensors.flat_position, *tensors.flat_states.values()):
             x.index_copy_(0, into, x.index_select(0, out_of))
         into, out_of = self._places(into), self._places(out_of)
@@ -181,7 +181,7 @@ class Rows(HeldRows):
     def find_free(self) -> None:
         """Let the next token take the first empty slot of each row, perhaps beyond those attended."""
         empty = (self._all_ranks == self._slots.empty_rank).to(torch.uint8)
-        torch.add(empty.argmax(-1), self._row_base, out=self.free)
+        torch.add(empty.argmax(-1), self.row_base, out=self.free)
 
     def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T].

@@ -34,7 +34,7 @@ class CpuStepKernel:
     """The decode step of the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None, kernel: Any) -> None:
-        self._kernel, self._limit, self._longest = kernel, limit, longest
+        self._kernel, self._limit, self._longest, self.gives_logits = kernel, limit, longest, slots.codec is None
         self._exempt: tuple[int, ...] = ()
         self._split: list[Tensor] = []
         if slots.codec is not None:
@@ -58,8 +58,8 @@ class CpuStepKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        arrays, numbers = (14, 10) if slots.codec is None else (19, 10)
-        kernel.argtypes = [*[ctypes.c_void_p] * arrays, *[ctypes.c_int64] * numbers, ctypes.c_float]
+        arrays = 15 if slots.codec is None else 19
+        kernel.argtypes = [*[ctypes.c_void_p] * arrays, *[ctypes.c_int64] * 10, ctypes.c_float]
         return cls(slots, mode, limit, longest, kernel)
 
     @staticmethod
@@ -78,8 +78,9 @@ class CpuStepKernel:
         return built("coded_step.c", "coded_step", _texts(sizes))
 
     def __call__(
-        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
-    ) -> Tensor:
+        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        mass: Tensor | None, logits: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Read a token of each stream in one layer. Arguments and result: those of `kernel_interface.StepKernel`.
 
         Raises:
@@ -94,8 +95,8 @@ class CpuStepKernel:
                 low, high = self._split[0], None if high is None else self._split[1]
         out = torch.empty(*query.shape[:3], value.shape[-1])
         new = (x.float().contiguous() for x in (query, key, value))
-        table = (rows.page_table,) if slots.codec is None else ()
-        arrays = (*new, self._order, *rows.stored, *table, rows.rank, rows.position, rows.free, low, high, out, mass)
+        table, wanted = ((rows.page_table,), (mass, logits)) if slots.codec is None else ((), (mass,))
+        arrays = (*new, self._order, *rows.stored, *table, rows.rank, rows.position, rows.free, low, high, out, *wanted)
         threads = torch.get_num_threads() if query.numel() * attended > _MAX_SINGLE_THREAD_PRODUCTS else 1
         failed = self._kernel(
             *(None if x is None else x.data_ptr() for x in arrays),

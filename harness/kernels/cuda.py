@@ -106,6 +106,8 @@ def _serves(slots: Slots) -> bool:
 class CudaStepKernel:
     """The decode step of the layers of one `Slots`."""
 
+    gives_logits = False
+
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
         kernels = AttentionKernels if slots.codec is None else CodedAttentionKernels
         self._attention = kernels(slots, mode, limit, longest)
@@ -116,8 +118,9 @@ class CudaStepKernel:
         return cls(slots, mode, limit, longest) if _serves(slots) and (slots.codec is None or cuda_coded.serves(slots)) else None
 
     def __call__(
-        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
-    ) -> Tensor:
+        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        mass: Tensor | None, logits: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Read a token of each stream in one layer. Arguments and result: those of `kernel_interface.StepKernel`."""
         shape, size = slots.shape, len(rows.rank)
         out = query.new_empty(*query.shape[:3], shape.value_dim)

@@ -18,10 +18,11 @@
    and values are [pages, page, D] and [pages, page, E]; null if a row's slots lie together. [N, width]. rank, position: [N, slots], of which the first `attended` are used. free_slots:
    the new token's slot, counted over all rows, starting at `first`. low: RoPE factors of the positions 0, 1, ... [level, P]
    complex, null if nothing is rotated; high: those of 0, level, 2 * level, ..., null if one level is enough.
-   out: [N, G, E], written. mass: the softmax weights [N, G, attended], written; null if they are not needed. */
+   out: [N, G, E], written. mass: the softmax weights [N, G, attended], written; null if they are not needed. logits: the same
+   before the softmax, -inf in empty slots. */
 int64_t step(const float *query, const float *key, const float *value, const int64_t *order, float *keys, float *values,
              const int64_t *table, const int64_t *rank, const int64_t *position, const int64_t *free_slots, const float *low, const float *high,
-             float *out, float *mass, int64_t rows, int64_t first, int64_t slots, int64_t attended, int64_t mode, int64_t limit,
+             float *out, float *mass, float *logits, int64_t rows, int64_t first, int64_t slots, int64_t attended, int64_t mode, int64_t limit,
              int64_t level, int64_t threads, int64_t width, int64_t page, float scaling) {
     const int64_t together = table ? page : slots; /* slots */
     int failed = 0;
@@ -61,6 +62,10 @@ int64_t step(const float *query, const float *key, const float *value, const int
         }
         for (int g = 0; g < G; g++) {
             float *restrict row = scores + g * attended, sum[E] = {0};
+            if (logits) {
+                float *restrict copy = logits + (n * G + g) * attended;
+                for (int64_t s = 0; s < attended; s++) copy[s] = s < used ? row[s] : -INFINITY;
+            }
             const float inverse = 1.0f / exponentials(row, largest(row, used), used);
             for (int64_t begin = 0, s = 0; begin < used; begin += together) {
                 const float *restrict v = values + (pages[begin / together] * together - begin) * E;
