@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "report": "core records",
     "lm_eval": "core data engine models policies rules suite",
     "tasks": "core data engine lm_eval models policies records report",
-    "run": "core engine kvbench models policies records report rules suite tasks",
+    "run": "core data engine kvbench models policies records report rules suite tasks",
     "cli": "core data engine kvbench lm_eval models policies records report run suite",
 }
 
