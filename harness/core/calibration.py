@@ -1,7 +1,7 @@
 """References for times: work of a fixed kind, timed alongside a measurement.
 
-A busy or throttled machine slows both. So the times of two runs can be compared once each is divided by its reference: best by
-one of the same kind, because not all work is slowed alike.
+A busy or throttled machine slows the measurement and the reference. The times of two runs can be compared after each is divided
+by its reference. A reference of the same kind of work is best, because a busy machine does not slow all work alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_ROUND_MS = 100.0  # but at least one step
 
 
 class Reference:
-    """A piece of work and its times.
+    """A piece of reference work and its times.
 
     Attributes:
         rounds: median milliseconds of each round.
@@ -31,7 +31,8 @@ class Reference:
     def __init__(self, device: torch.device, work: Callable[[], object]) -> None:
         """Warm up.
 
-        `work` is one step.
+        Args:
+            work: runs one step of the reference work.
         """
         self.rounds: list[float] = []
         self._device, self._work = device, work
@@ -52,7 +53,7 @@ class Reference:
 
 
 def calibration_ms(device: torch.device) -> float:
-    """Milliseconds of one calibration step now: a float32 product and a copy of fixed sizes. It takes about 10 ms."""
+    """Time a calibration step, a float32 product and a copy of fixed sizes. Return its milliseconds. Takes about 10 ms."""
     side = MATRIX_SIDE.get(device.type, MATRIX_SIDE["cpu"])
     factor = torch.ones(side, side, device=device)
     product = torch.empty_like(factor)

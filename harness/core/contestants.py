@@ -1,7 +1,7 @@
-"""Somebody else's cache as an entry beside the policies: `hf:DynamicCache`, `file.py:MyCache`, `package.module:TheirCache`.
+"""Contestants: third-party caches listed with the policies (`hf:DynamicCache`, `file.py:MyCache`, `package.module:TheirCache`).
 
-It is a policy in name only. It runs in the unmodified model's own loop, and decides itself which tokens it keeps; its parameters
-are those of the constructor. A class of one layer's cache stands for a cache that has one in every layer.
+A contestant is a policy in name only. It runs in the unmodified model's own loop and decides itself which tokens it keeps. Its
+parameters are the parameters of its constructor. A class of one layer's cache stands for a cache with such a layer throughout.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvbench.policies import CacheView, Policy
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
-AXES = ("capacity", "evict", "positions", "limit", "seed", "kv")  # of policies: a contestant has none
+AXES = ("capacity", "evict", "positions", "limit", "seed", "kv")  # axes of policies; a contestant has none
 _CACHES = "transformers.cache_utils"
 _BACKENDS = {"quanto": "optimum-quanto", "hqq": "hqq"}  # packages by which transformers quantizes
-_BY_VERSION = ("transformers", "torch", "abc", "builtins", "typing")  # packages whose source a version stands for
+_BY_VERSION = ("transformers", "torch", "abc", "builtins", "typing")  # packages whose version identifies their source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant(Policy):
-    """A cache that keeps what its own code says. The fields of each subclass are its constructor's parameters.
+    """A cache whose own code decides which tokens it keeps. The fields of each subclass are its constructor's parameters.
 
     Attributes:
-        named_class: of the cache, of one layer's, or of a press.
-        attention: of the model, `sdpa` or `eager`; None: `sdpa` where both compute the same.
-        holds: most tokens per KV head that it should hold; one that holds more is flagged. None: unknown.
+        named_class: class of the cache, of one layer's cache, or of a press.
+        attention: attention implementation of the model, `sdpa` or `eager`; None: `sdpa` where both compute the same.
+        holds: largest number of tokens per KV head that the cache should hold; a cache that holds more is flagged. None: unknown.
     """
 
     evicts: ClassVar[bool] = False  # it takes no capacity
@@ -51,7 +51,7 @@ class Contestant(Policy):
             raise ValueError(f"holds is {self.holds!r}, expected the most tokens that it should hold")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the name and the parameters: the class is made from a name, so no other process could import it."""
+        """Pickle the name and the parameters. The class is created from a name, so another process can't import it."""
         return policy_from, (type(self).__name__, parameters_of(self))
 
     def importance(self, view: CacheView) -> Tensor:
@@ -59,10 +59,10 @@ class Contestant(Policy):
         raise NotImplementedError
 
     def new_cache(self, config: PreTrainedConfig) -> Cache:
-        """An empty cache for a model of this config.
+        """Return an empty cache for a model of this config.
 
         Raises:
-            ValueError: its backend is not installed.
+            ValueError: the cache's backend is not installed.
         """
         from transformers import Cache
 
@@ -85,12 +85,12 @@ class Contestant(Policy):
 
     @staticmethod
     def hint(parameter: inspect.Parameter) -> Any:
-        """The type of a parameter of the constructor."""
+        """Return the type of a parameter of the constructor."""
         return Any
 
     @property
     def modules(self) -> list[str]:
-        """Modules outside transformers that define it."""
+        """Modules outside transformers that define the class and its base classes."""
         names = dict.fromkeys(c.__module__ for c in self.named_class.__mro__)
         return [name for name in names if name.split(".")[0] not in _BY_VERSION]
 
@@ -110,14 +110,14 @@ class Contestant(Policy):
         return _BACKENDS.get(getattr(self, "backend", ""))
 
 
-OURS = frozenset(f.name for f in fields(Contestant))  # of an entry, not of the constructor
+OURS = frozenset(f.name for f in fields(Contestant))  # parameters of an entry that are not the constructor's
 
 
 def contestant_class(name: str, value: Any) -> type[Contestant] | None:
-    """The contestant for what a user named; None if that is no class of a cache, of one layer's or of a press.
+    """Return the contestant for a class that a user named; None unless it is a class of a cache, of one layer's or of a press.
 
     Raises:
-        UserError: a parameter of its constructor has the name of something else, or a press can't run here.
+        UserError: a parameter of the constructor has a reserved name, or the press can't run with the installed packages.
     """
     presses: Any = importlib.import_module("kvbench.harness.core.presses")  # imported late because it imports this one
     if presses.is_press(value):
@@ -131,10 +131,10 @@ def contestant_class(name: str, value: Any) -> type[Contestant] | None:
 
 
 def library_class(attribute: str) -> type[Contestant]:
-    """The contestant for a cache of transformers.
+    """Return the contestant for a cache of transformers.
 
     Raises:
-        UserError: it has no such cache.
+        UserError: transformers has no such cache.
     """
     module = importlib.import_module(_CACHES)
     contestant = contestant_class(f"hf:{attribute}", getattr(module, attribute, None))
@@ -146,7 +146,7 @@ def library_class(attribute: str) -> type[Contestant]:
 
 @functools.cache
 def _dataclass(name: str, named_class: Any, base: type[Contestant]) -> type[Contestant]:
-    """The parameters of a constructor as fields. A record names those that differ from their defaults."""
+    """Return a dataclass whose fields are a constructor's parameters. A record has the fields that differ from their defaults."""
     fields: list[Any] = []
     for parameter in inspect.signature(named_class).parameters.values():
         has_default = parameter.default is not parameter.empty

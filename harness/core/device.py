@@ -1,4 +1,4 @@
-"""A device: its name, free memory and clock, and how fast it moves bytes and multiplies."""
+"""Properties of a device: name, free memory, clock, memory bandwidth and rate of multiplication."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TIMED_COPIES, _TIMED_PRODUCTS = 3, 3
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_name(device: torch.device) -> str:
-    """The model name of the GPU or CPU."""
+    """Return the model name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -34,14 +34,14 @@ def device_name(device: torch.device) -> str:
 
 
 def instructions(device: torch.device) -> str:
-    """Compute capability or widest SIMD level. It affects rounding and speed, and the name of a CPU does not reveal it."""
+    """Return the compute capability or widest SIMD level, which affects rounding and speed. A CPU's name does not reveal it."""
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return torch.backends.cpu.get_cpu_capability()
 
 
 def use_full_float32(device: torch.device) -> None:
-    """Have a GPU multiply float32 in float32. Some images allow TF32 by environment, whose products have 10 bits of mantissa."""
+    """Make a GPU multiply float32 in float32. Some images set variables that allow TF32, which has 10 bits of mantissa."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
@@ -55,7 +55,7 @@ def allows_tf32(device: torch.device) -> bool | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device, in bytes."""
+    """Return the free memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
@@ -70,7 +70,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """The seconds of a piece of work, until the device has finished it."""
+    """Return the seconds of a piece of work, until the device has finished it."""
     wait_for(device)
     start = time.perf_counter()
     work()
@@ -79,7 +79,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 class Marks:
-    """A clock that is marked between pieces of work. On CUDA it records events, so that nothing waits."""
+    """A clock that is marked between pieces of work. On CUDA it records events, so that marking does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,7 +96,7 @@ class Marks:
             self._times.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Milliseconds between consecutive marks. Waits for the device."""
+        """Wait for the device, and return the milliseconds between consecutive marks."""
         if self._device.type == "cuda":
             wait_for(self._device)
             return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
@@ -104,7 +104,7 @@ class Marks:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The shortest time of a piece of work, after a warm-up."""
+    """Return the shortest time of a piece of work after a warm-up, in seconds."""
     for _ in range(_WARM_UP_RUNS):
         work()
     marks = Marks(device)
@@ -116,7 +116,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, repeats: int)
 
 
 def bandwidth(device: torch.device) -> float:
-    """Memory bandwidth in bytes per second: the better of copying (reads and writes) and summing (reads)."""
+    """Return the memory bandwidth in bytes per second: the better of copying (reads and writes) and summing (reads)."""
     size = min(_BUFFER_BYTES.get(device.type, _BUFFER_BYTES["cpu"]), free_bytes(device) // 8)
     x = torch.ones(size // 4, device=device)
     y = torch.empty_like(x)
@@ -127,8 +127,8 @@ def bandwidth(device: torch.device) -> float:
 def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return floating-point operations per second in a product of large matrices.
 
-    On a CPU it is at least the rate of float32: a processor without instructions for 16 bits may compute some products in
-    float32, and large square ones far more slowly.
+    On a CPU the result is at least the rate of float32. A processor without 16-bit instructions may compute some products in
+    float32, and large square products far more slowly.
     """
     side = _MATRIX_SIDE.get(device.type, _MATRIX_SIDE["cpu"])
     x = torch.rand(side, side, device=device, dtype=torch.float32)
@@ -137,7 +137,10 @@ def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best_of_threads(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The shortest time with all threads or, on a CPU, with one: beside other work all wait for the slowest."""
+    """Return the shortest time in seconds, with all threads or, on a CPU, with one thread.
+
+    On a busy CPU, all threads wait for the slowest.
+    """
     seconds, threads = best_seconds(work, device, repeats), torch.get_num_threads()
     if device.type == "cuda" or threads == 1:
         return seconds

@@ -1,4 +1,4 @@
-"""Errors: the user's mistakes, exit codes, which line of a user's code raised one, and what a failed cell's record keeps."""
+"""Errors: users' mistakes, exit codes, the line of a user's code that raised an error, and the record of a failed cell."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 _LIBRARIES = frozenset({"kvbench", "torch", "transformers", *sys.stdlib_module_names})
 
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # the disk is full or read-only
-MOST_NAMES = 60  # in a message
-LARGEST_INTEGER = 2**63 - 1  # that records, NumPy and PyTorch hold
-_TRACEBACK_LINES = 30  # the last ones
+MOST_NAMES = 60  # names listed in a message
+LARGEST_INTEGER = 2**63 - 1  # largest integer that records, NumPy and PyTorch hold
+_TRACEBACK_LINES = 30  # last lines of a traceback that are kept
 _MAX_LINE_CHARACTERS = 300
 
 
@@ -36,7 +36,7 @@ class Exit(IntEnum):
 
 
 class UserError(ValueError):
-    """A user's mistake: what came, what was expected, what to do. One line, no traceback, exit code 2."""
+    """A user's mistake. The message is one line with the wrong value, the expected value and a remedy; the exit code is 2."""
 
     def __init__(self, message: str) -> None:
         """Replace unprintable characters, which may come from a user's file, so that the message stays one line."""
@@ -48,7 +48,7 @@ class RefusedModelError(UserError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the closest known name or, if none is close, all if they are few."""
+    """Return the end of a message about an unknown name: the closest known name or, if none is close, all names if few."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, 1)
     if close:
@@ -57,10 +57,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def location_of(error: BaseException) -> str:
-    """The line of a user's code that raised an error, e.g. "my_policy.py:17, in importance"; empty if it was never raised.
+    """Return the line of a user's code that raised an error, e.g. "my_policy.py:17, in importance"; empty if never raised.
 
-    This is the innermost frame of code that is neither ours nor installed, else that of an installed plug-in, else the
-    innermost of all.
+    The line is in the innermost frame of code that is neither ours nor installed. Without such a frame, it is in the innermost
+    frame of an installed plug-in, or else in the innermost frame.
     """
     if isinstance(error, SyntaxError) and error.filename:  # a file that can't be compiled has no frame
         return f"{Path(error.filename).name}:{error.lineno}"
@@ -73,7 +73,7 @@ def location_of(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type, first line and place of an error: "ZeroDivisionError: division by zero (my_policy.py:17, in importance)"."""
+    """Return type, first line and place of an error: "ZeroDivisionError: division by zero (my_policy.py:17, in importance)"."""
     text = str(error.msg if isinstance(error, SyntaxError) else error).strip()
     parts = [type(error).__name__, *text.splitlines()[:1]]
     place = location_of(error)
@@ -85,7 +85,7 @@ def _is_installed(frame: FrameType) -> bool:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """An error as the record of a failed cell keeps it. Files are named without folders, which are the user's business."""
+    """Return the form of an error that a failed cell's record keeps. Files are named without their folders, which are private."""
     kind = "out of memory" if ran_out_of_memory(error) else type(error).__name__
     return {"kind": kind, "message": first_line(error), "where": location_of(error), "traceback": _traceback(error)}
 
@@ -97,13 +97,13 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0][:_MAX_LINE_CHARACTERS] if lines else ""
 
 
 def _traceback(error: BaseException) -> list[str]:
-    """The last lines of a traceback, without folders."""
+    """Return the last lines of a traceback, without folders."""
     exception = traceback.TracebackException.from_exception(error)
     _remove_folders(exception)
     lines = [line[:_MAX_LINE_CHARACTERS] for part in exception.format() for line in part.splitlines()]

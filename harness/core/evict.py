@@ -1,4 +1,4 @@
-"""When tokens are evicted, and whether whole pages go. Imports no torch."""
+"""Times of eviction: after every step, several tokens at once, whole pages, or once after the prompt. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Pages:
     """Eviction of whole pages: one page of tokens is evicted as soon as another one is full.
 
     Attributes:
-        size: tokens of a page, which came one after the other.
-        by: who decides. `union`: the heads of a layer together, by the largest of what a page is worth to them. `per_head`: each
-            head by itself.
-        worth: of a page: the mean or the maximum of its tokens' importance.
+        size: number of consecutive tokens in a page.
+        by: heads that choose the page. `union`: the heads of a layer together, by the largest of a page's values for them.
+            `per_head`: each head by itself.
+        worth: value of a page: the mean or the maximum of its tokens' importance.
     """
 
     size: int
@@ -26,16 +26,16 @@ class Pages:
     worth: Worth = "mean"
 
 
-Evict = int | Literal["prompt"] | Pages  # tokens at once, or: once, what a prompt leaves over
+Evict = int | Literal["prompt"] | Pages  # tokens evicted at once; once, after the prompt; whole pages
 
 
 def at_once(evict: Evict) -> int:
-    """Number of tokens evicted together while others are read."""
+    """Return the number of tokens that are evicted together while later tokens are read."""
     return evict.size if isinstance(evict, Pages) else 1 if evict == "prompt" else evict
 
 
 def pages_of(evict: Evict) -> Pages | None:
-    """The page settings; None unless whole pages are evicted."""
+    """Return the page settings; None unless whole pages are evicted."""
     return evict if isinstance(evict, Pages) else None
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes (a file appears complete or not at all, even with other writers), and folders to write to. Imports no torch."""
+"""Atomic writes and writable folders. A file appears complete or not at all, even with other writers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import IO, Any
 from kvbench.harness.core.errors import UserError
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
-_OWN_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")  # as `new_partial` names it
+_OWN_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")  # names that `new_partial` gives
 
 
 def new_partial(path: Path) -> Path:
-    """An empty file beside `path`, to fill and then move to `path` with `put_in_place`.
+    """Create an empty file beside `path`, to be filled and then moved to `path` with `put_in_place`.
 
     Its name is unique, and no symbolic link is followed.
 
@@ -34,12 +34,12 @@ def new_partial(path: Path) -> Path:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Move a filled file to its place. Its content is on disk before its name is.
+    """Move a filled file to its place. Its content is written to disk before its name changes.
 
     A symbolic link at `path` is replaced, never followed.
 
     Raises:
-        OSError: it can't be moved.
+        OSError: the file can't be moved.
     """
     with partial.open("rb") as file:
         os.fsync(file.fileno())
@@ -85,42 +85,42 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         put_in_place(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk, which says no name
+        if isinstance(error, OSError) and error.filename is None:  # the error of a full disk names no file
             error.filename = str(path)
         raise
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove the partial files of our killed writers in a folder and its subfolders. Nobody may be writing there."""
+    """Remove the partial files of our killed writers in a folder and its subfolders. No process may be writing there."""
     for partial in folder.rglob(f".*{PARTIAL}"):
         if _OWN_PARTIAL.fullmatch(partial.name):
             partial.unlink(missing_ok=True)
 
 
 def json_lines(file: Path | IO[bytes]) -> list[Any]:
-    """The values in a file of JSON lines.
+    """Return the values in a file of JSON lines.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it is not JSON lines.
+        OSError: the file can't be read.
+        ValueError: the file is not JSON lines.
     """
     if isinstance(file, Path):
         content = file.read_bytes()
     else:
         file.seek(0)
         content = file.read()
-    lines = content.splitlines()  # of bytes: text is also split where JSON goes on
-    values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")  # a call a line takes three times as long
+    lines = content.splitlines()  # split bytes: str.splitlines also splits at characters that JSON allows in strings
+    values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")  # one call per line takes three times as long
     if len(values) != len(lines):
         raise ValueError("a line has several values")
     return values
 
 
 def writable(folder: Path) -> Path:
-    """Return the folder for results that a user named. It is created if it is missing.
+    """Return the folder for results that a user named. A missing folder is created.
 
     Raises:
-        UserError: the name is no folder's, or the folder can't be created or is read-only.
+        UserError: the path is not a folder, or the folder can't be created or is read-only.
     """
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         raise UserError(f"{folder}: not a folder")

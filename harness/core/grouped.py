@@ -1,4 +1,4 @@
-"""Items in groups."""
+"""Grouping of items by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Key = TypeVar("Key")
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items of each key; keys and items are in the order of the items."""
+    """Return the items of each key. Keys and items keep the order of `items`."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -4,9 +4,9 @@ The input is sums over short runs of tokens, as records keep them. The text is c
 longer than the memory of a cache, so the blocks are almost independent. The interval is Student's t over the blocks, widened if
 neighbouring blocks are correlated and shifted if their distribution is skewed (docs/statistics.md).
 
-A text that is read until its interval is narrow enough is looked at several times. Each of k planned looks then has an interval
-at 1 - (1 - `LEVEL`) / k, so that all of them hold at once at `LEVEL`, and so does the one at which reading stopped, for whatever
-reason.
+A text that is read until its interval is narrow enough is looked at several times. Each of k planned looks has an interval at
+1 - (1 - `LEVEL`) / k, so that all k intervals hold at once at `LEVEL`. The interval at which reading stopped therefore holds at
+`LEVEL`, whatever the reason for stopping.
 
 Source: the method of batch means, Schmeiser 1982, Operations Research 30(3), with the two adjustments of N-Skart, Tafazzoli,
     Steiger and Wilson 2011, IEEE Transactions on Automatic Control 56(2). Several looks: the repeated confidence intervals of
@@ -28,24 +28,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_BLOCKS = 20  # of one text; or texts or questions, if those are the blocks
+MIN_BLOCKS = 20  # blocks of one text, or texts or questions that serve as blocks
 MIN_BLOCK_TOKENS = 1600  # with shorter blocks, intervals of bursty texts cover less than 93 % (docs/statistics.md)
 LEVEL = 0.95
 _MIN_DEGREES_OF_FREEDOM = 4  # with fewer, a few long texts decide alone
-_MAX_CORRELATION = 0.8  # of neighbouring blocks; makes the interval three times as wide
+_MAX_CORRELATION = 0.8  # largest correlation of neighbouring blocks; it makes the interval three times as wide
 _MORE_CLUSTERS = 0.2  # added for the design effect; without them, intervals of rare answers cover as little as 87 %
 _NEGLIGIBLE_SKEW = 1e-8
 _NEGLIGIBLE_ERROR = 1e-12  # relative to the mean: all blocks are equal
 
 
 class Spread(NamedTuple):
-    """How a mean over blocks is distributed.
+    """Distribution of a mean over blocks.
 
     Attributes:
-        error: its standard error.
-        degrees: of freedom of Student's t.
+        error: standard error of the mean.
+        degrees: degrees of freedom of Student's t.
         skew: skewness of a block / (6 sqrt(blocks)).
-        looks: planned ones, and comparisons; each interval misses as rarely as all of them together may.
+        looks: planned looks times comparisons, the divisor of Bonferroni's bound.
     """
 
     error: float
@@ -54,7 +54,7 @@ class Spread(NamedTuple):
     looks: int
 
 
-Ends = tuple[float, float]  # of an interval
+Ends = tuple[float, float]  # lower and upper end of an interval
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Interval:
         low: lower end; None if the text is too short for an interval.
         high: upper end; None if the text is too short for an interval.
         block: tokens per block; if the text is too short, the minimum.
-        blocks: number of blocks; without an interval, how many of the minimum length the text has, or how many texts of
-            equal length would be as informative.
-        p: two-sided p-value of the hypothesis that the mean is 0. It is below 1 - `LEVEL` exactly if the interval excludes
-            0, corrected for looks as the interval is; None without an interval.
-        spread: what the ends follow from; None without an interval, or where all blocks are equal.
+        blocks: number of blocks; without an interval, the number of blocks of minimum length in the text, or the number of
+            texts of equal length that would be as informative.
+        p: two-sided p-value of the hypothesis that the mean is 0, corrected for looks like the interval. It is below
+            1 - `LEVEL` exactly if the interval excludes 0. None without an interval.
+        spread: distribution from which the ends are computed; None without an interval, or where all blocks are equal.
     """
 
     mean: float
@@ -82,37 +82,37 @@ class Interval:
     spread: Spread | None = field(default=None, repr=False, compare=False)
 
     def among(self, comparisons: int) -> Interval:
-        """The interval as one of so many, which all hold at once at `LEVEL` (Bonferroni's bound)."""
+        """Return the interval as one of `comparisons` intervals that all hold at once at `LEVEL` (Bonferroni's bound)."""
         if self.spread is None:
             return self
         return _with_ends(self.mean, self.block, self.blocks, self.spread._replace(looks=self.spread.looks * comparisons))
 
     @property
     def ends(self) -> Ends | None:
-        """Both ends; None if the text is too short for an interval."""
+        """Lower and upper end; None if the text is too short for an interval."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
     def half_width(self) -> float | None:
-        """Half the distance between its ends; None if the text is too short for an interval."""
+        """Half the distance between the ends; None if the text is too short for an interval."""
         return None if self.ends is None else (self.ends[1] - self.ends[0]) / 2
 
 
 def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int, looks: int = 1) -> Interval:
-    """The mean over the tokens of one text, with its interval.
+    """Return the mean over the tokens of one text, with its interval.
 
-    Whether there is an interval depends only on lengths, never on the data. A text in which a rare event happens not to
-    occur looks calm, and its interval would be the one that is wrong.
+    The existence of an interval depends only on lengths, never on the data. A text in which a rare event happens not to occur
+    has a small variance, and an interval from that variance would be too narrow.
 
     Args:
-        sums: over each run of tokens. [n].
+        sums: sum over each run of tokens. [n].
         tokens: number of tokens in each run. [n].
         size: positions that a run spans.
-        capacity: the largest cache in the comparison, in tokens.
-        looks: planned lengths of the text at which reading might have stopped.
+        capacity: capacity of the largest cache in the comparison, in tokens.
+        looks: number of planned lengths of the text at which reading might have stopped.
 
     Returns:
-        Without ends if the text has fewer than `MIN_BLOCKS` blocks of `MIN_BLOCK_TOKENS` and of twice the capacity.
+        Interval, without ends if the text has fewer than `MIN_BLOCKS` blocks of `MIN_BLOCK_TOKENS` and of twice the capacity.
     """
     min_block, positions = _min_block(size, capacity), len(sums) * size
     if not long_enough(len(sums), size, capacity):
@@ -121,7 +121,12 @@ def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, 
 
 
 def over_samples(sums: NDArray[Any], tokens: int) -> Interval:
-    """The mean over the tokens of samples, which are runs of one text, each of so many tokens. sums: over each sample. [n]."""
+    """Return the mean over the tokens of samples, which are runs of one text, with its interval.
+
+    Args:
+        sums: sum over each sample. [n].
+        tokens: number of tokens in each sample.
+    """
     return interval(sums.astype(np.float64), np.full(len(sums), float(tokens)), tokens, 0)
 
 
@@ -131,17 +136,17 @@ def long_enough(runs: int, size: int, capacity: int) -> bool:
 
 
 def _min_block(size: int, capacity: int) -> int:
-    """Fewest tokens of a block."""
+    """Return the smallest number of tokens in a block."""
     return max(MIN_BLOCK_TOKENS, 2 * capacity, size)
 
 
 def batches(runs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums over runs, added up to `MIN_BLOCKS` blocks. [n] to [MIN_BLOCKS]."""
+    """Add up sums over runs to sums over `MIN_BLOCKS` blocks. [n] to [MIN_BLOCKS]."""
     return np.add.reduceat(runs, np.arange(MIN_BLOCKS) * len(runs) // MIN_BLOCKS)
 
 
 def reach(tokens: NDArray[np.float64]) -> float | None:
-    """Quantile of Student's t for blocks of these lengths, at `LEVEL`; None if a few long ones outweigh all others."""
+    """Return the quantile of Student's t for blocks of these lengths, at `LEVEL`; None if a few long blocks outweigh the rest."""
     from scipy.special import stdtrit
 
     degrees = _degrees_of_freedom(tokens)
@@ -149,12 +154,14 @@ def reach(tokens: NDArray[np.float64]) -> float | None:
 
 
 def look_lengths(tokens: int, capacity: int) -> list[int]:
-    """The planned looks at a text that is read until its interval is narrow: doubling lengths, the last of them the whole text.
+    """Return the planned looks at a text that is read until its interval is narrow. Each look doubles the length read.
 
-    `capacity` is that of the largest cache in the comparison, in tokens.
+    Args:
+        tokens: length of the whole text, which the last look has read.
+        capacity: capacity of the largest cache in the comparison, in tokens.
 
     Returns:
-        Tokens read at each look. The first is the shortest that has an interval after the cache has filled.
+        Tokens read at each look. The first look is the shortest that has an interval after the cache has filled.
     """
     shortest = MIN_BLOCKS * max(MIN_BLOCK_TOKENS, 2 * capacity) + capacity
     doubling = [tokens >> k for k in range(tokens.bit_length()) if tokens >> k > shortest]
@@ -162,35 +169,35 @@ def look_lengths(tokens: int, capacity: int) -> list[int]:
 
 
 def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64], looks: int = 1) -> Interval:
-    """The mean over tokens, with an interval over texts, which are assumed to be independent.
+    """Return the mean over tokens, with an interval over texts, which are assumed to be independent.
 
     Args:
-        sums: over each text. [n], n >= `MIN_BLOCKS`.
+        sums: sum over each text. [n], n >= `MIN_BLOCKS`.
         tokens: number of tokens in each text. [n].
-        looks: planned lengths at which reading might have stopped.
+        looks: number of planned lengths at which reading might have stopped.
 
     Returns:
-        Without ends if a few long texts outweigh all others.
+        Interval, without ends if a few long texts outweigh the rest.
     """
     assert len(sums) >= MIN_BLOCKS
     return _student(sums, tokens, round(float(tokens.mean())), neighbours=False, looks=looks)
 
 
 def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int, neighbours: bool, looks: int) -> Interval:
-    """Student's interval of the ratio of two sums over blocks, with its p-value.
+    """Return Student's interval of the ratio of two sums over blocks, with its p-value.
 
     Args:
-        sums: over each block. [k].
-        tokens: in each block. [k].
-        block: length to report, in tokens.
-        neighbours: consecutive blocks may be correlated.
-        looks: planned ones; each interval misses as rarely as all of them together may.
+        sums: sum over each block. [k].
+        tokens: number of tokens in each block. [k].
+        block: block length to report, in tokens.
+        neighbours: whether consecutive blocks may be correlated.
+        looks: number of planned looks, the divisor of Bonferroni's bound.
     """
     count, mean = len(sums), float(sums.sum() / tokens.sum())
     degrees = _degrees_of_freedom(tokens)
     if degrees < _MIN_DEGREES_OF_FREEDOM:
         return Interval(mean, None, None, block, degrees + 1)
-    influence = (sums - mean * tokens) / (tokens.sum() - tokens)  # of each block on the mean: the jackknife
+    influence = (sums - mean * tokens) / (tokens.sum() - tokens)  # influence of each block on the mean, by the jackknife
     variance = float(influence @ influence) * (count - 1) / count
     error = math.sqrt(variance * (_inflation(influence) if neighbours else 1.0))
     if error <= _NEGLIGIBLE_ERROR * abs(mean):
@@ -199,7 +206,7 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
 
 
 def _with_ends(mean: float, block: int, blocks: float, spread: Spread) -> Interval:
-    """The interval of a mean over blocks, with its p-value."""
+    """Return the interval of a mean over blocks, with its p-value."""
     from scipy.special import stdtr, stdtrit  # a third of a second: only where there is an interval
 
     error, degrees, skew, looks = spread
@@ -210,7 +217,7 @@ def _with_ends(mean: float, block: int, blocks: float, spread: Spread) -> Interv
 
 
 def _degrees_of_freedom(tokens: NDArray[np.float64]) -> float:
-    """Degrees of freedom of a variance estimated from blocks of these lengths; the number of blocks - 1 if all are equal.
+    """Return the degrees of freedom of a variance from blocks of these lengths: the number of blocks - 1 if all are equal.
 
     A block's contribution to the sum is assumed to grow with its length.
 
@@ -221,7 +228,7 @@ def _degrees_of_freedom(tokens: NDArray[np.float64]) -> float:
 
 
 def _inflation(influence: NDArray[np.float64]) -> float:
-    """The factor, at least 1, by which correlated neighbours increase the variance of the mean of an AR(1) process.
+    """Return the factor, at least 1, by which correlated neighbours increase the variance of the mean of an AR(1) process.
 
     Source: Kendall 1954, Biometrika 41, for the bias of the correlation, -(1 + 3 r) / k.
     """
@@ -232,13 +239,13 @@ def _inflation(influence: NDArray[np.float64]) -> float:
 
 
 def _skewness(values: NDArray[np.float64]) -> float:
-    """The adjusted Fisher-Pearson coefficient of skewness."""
+    """Return the adjusted Fisher-Pearson coefficient of skewness."""
     count, off = len(values), values - values.mean()
     return float(np.mean(off**3) / np.mean(off**2) ** 1.5) * math.sqrt(count * (count - 1)) / (count - 2)
 
 
 def _symmetric(t: float, skew: float) -> float:
-    """The t statistic of a mean, with the skewness of its distribution removed; monotone in `t`.
+    """Return the t statistic of a mean, with the skewness of its distribution removed; monotone in `t`.
 
     `skew` is the skewness of a block / (6 sqrt(blocks)).
 
@@ -248,14 +255,14 @@ def _symmetric(t: float, skew: float) -> float:
 
 
 def _skewed(t: float, skew: float) -> float:
-    """The inverse of `_symmetric`."""
+    """Return the inverse of `_symmetric`."""
     if abs(skew) < _NEGLIGIBLE_SKEW:
         return t
     return (float(np.cbrt(1 + 6 * skew * (t - skew))) - 1) / (2 * skew)
 
 
 def wilson(hits: int, trials: int, comparisons: int = 1) -> tuple[float, float]:
-    """Confidence interval of a share of independent trials, at `LEVEL`, or as one of so many that all hold at once.
+    """Return the confidence interval of a share of independent trials. `comparisons` such intervals hold at once at `LEVEL`.
 
     Source: Wilson 1927, Journal of the American Statistical Association 22.
     """
@@ -263,15 +270,16 @@ def wilson(hits: int, trials: int, comparisons: int = 1) -> tuple[float, float]:
 
 
 def clustered_share(hits: NDArray[np.float64], trials: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Confidence interval of a share of trials that come in clusters, at `LEVEL`; None if a few large ones outweigh all others.
+    """Return the confidence interval of a share of clustered trials, at `LEVEL`; None if a few large clusters outweigh the rest.
 
-    Wilson's interval with Student's t, for as many independent trials as the clusters are worth: their number divided by the
-    design effect, the variance of the share over that of independent trials. A small part of another cluster, right and wrong
-    to equal parts, is added for the estimate. Without it, clusters that happen to agree would look like certainty.
+    The interval is Wilson's with Student's t and an effective number of independent trials. That number is the number of trials
+    divided by the design effect: the variance of the share over its variance if trials were independent. The estimate includes a
+    small part of one more cluster, half right and half wrong. Without that part, clusters that happen to agree would have an
+    estimated variance of zero.
 
     Args:
-        hits: in each cluster. [n], n >= `MIN_BLOCKS`.
-        trials: in each cluster. [n].
+        hits: number of hits in each cluster. [n], n >= `MIN_BLOCKS`.
+        trials: number of trials in each cluster. [n].
 
     Source: Kish 1965, Survey Sampling, for the design effect; Korn and Graubard 1998, Survey Methodology 24(2), for the
         effective number of trials with quantiles of t.
@@ -289,16 +297,16 @@ def clustered_share(hits: NDArray[np.float64], trials: NDArray[np.float64]) -> t
 
 
 def _score_interval(share: float, trials: float, quantile: float) -> tuple[float, float]:
-    """Return the Wilson interval: shares at most `quantile` standard errors from the one observed in `trials` trials."""
+    """Return the Wilson interval: shares at most `quantile` standard errors from the share observed in `trials` trials."""
     weight = quantile**2 / trials
     middle, half = share + weight / 2, quantile * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
     return max(0.0, (middle - half) / (1 + weight)), min(1.0, (middle + half) / (1 + weight))
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The distribution-free confidence interval of the median, at `LEVEL` or more: two order statistics.
+    """Return the distribution-free confidence interval of the median, at `LEVEL` or more: two order statistics.
 
-    With fewer than 6 values no two of them reach that level, and both ends are infinite.
+    With fewer than 6 values no two order statistics reach that level, and both ends are infinite.
 
     Source: David and Nagaraja 2003, Order Statistics, Section 7.1.
     """

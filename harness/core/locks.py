@@ -1,4 +1,4 @@
-"""Locks a folder against other processes, also on file systems that can't lock files. Imports no torch."""
+"""Locks of a folder against other processes, also on file systems that can't lock files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO})  # of NFS, Lustre, FUSE
-OWNER_SUFFIX = ".owner"  # of the file that stands for a lock where files can't be locked
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO})  # raised by NFS, Lustre, FUSE
+OWNER_SUFFIX = ".owner"  # suffix of the file that serves as the lock where files can't be locked
 
 
 class HeldError(Exception):
-    """Another process holds a lock. The message says which, and what to do if it has ended; empty if that is not known."""
+    """Another process holds a lock. The message names the process and a remedy if it has ended; empty if it is unknown."""
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file. Where the file system has no locks, a file with the owner's host and process id is the lock.
+    """Hold the lock of a file. On a file system without locks, a file with the owner's host and process id is the lock.
 
     Raises:
-        HeldError: another process holds it.
+        HeldError: another process holds the lock.
         OSError: the folder can't be written to.
     """
     from filelock import FileLock, Timeout
@@ -53,11 +53,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _create(owner: Path) -> None:
-    """Create the file that is a lock. That of a process which has ended on this host is replaced.
+    """Create the file that serves as the lock. The file of a process that has ended on this host is replaced.
 
     Raises:
-        HeldError: it exists, and its process may be running.
-        OSError: it can't be created.
+        HeldError: the file exists, and its process may be running.
+        OSError: the file can't be created.
     """
     line = f"{socket.gethostname()} {os.getpid()}\n"
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Models inside Python packages, for machines that reach a package index but not the hub. Imports no torch."""
+"""Models inside Python packages, for machines that can reach a package index but not the hub. Imports no torch."""
 
 from __future__ import annotations
 

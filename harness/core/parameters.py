@@ -1,4 +1,4 @@
-"""The parameters of a policy as JSON, and the policy of such JSON. A policy that another one holds is a mapping with its name."""
+"""Conversion of a policy's parameters to JSON and back. A policy inside another policy is a mapping with its name."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from kvbench.policies import Policy
 
 
 def parameters_of(policy: Policy, recorded: bool = False) -> dict[str, Any]:
-    """The parameters by name, without those marked `metadata={"added": True}` that have their default.
+    """Return the parameters by name. Parameters marked `metadata={"added": True}` are left out at their default.
 
-    `recorded` names the policies inside without the folders of their files, as records do.
+    Args:
+        recorded: name the policies inside without the folders of their files, as in records.
     """
     fields = dataclasses.fields(policy)
     return {f.name: _as_json(getattr(policy, f.name), recorded) for f in fields if not _is_left_out(policy, f)}
 
 
 def policy_from(name: str, parameters: Mapping[str, Any]) -> Policy:
-    """The policy with this name and these parameters, in the form of `parameters_of`.
+    """Return the policy with this name and these parameters, in the form of `parameters_of`.
 
     Raises:
-        UserError: there is no policy of this name, or of one inside.
-        ValueError, TypeError: it has no such parameters, or refuses their values.
+        UserError: no policy has this name, or the name of a policy inside.
+        ValueError, TypeError: the policy has no such parameters, or refuses their values.
     """
     kind = plugins.policy_class(name)
     held, sequences = policy_fields(kind), tuple_fields(kind)
@@ -43,26 +44,26 @@ def policy_from(name: str, parameters: Mapping[str, Any]) -> Policy:
 
 
 def policy_fields(kind: type[Policy]) -> frozenset[str]:
-    """Names of the parameters that are policies."""
+    """Return the names of the parameters that are policies."""
     hints = typing.get_type_hints(kind)
     return frozenset(f.name for f in dataclasses.fields(kind) if _is_policy(hints[f.name]))
 
 
 def tuple_fields(kind: type[Policy]) -> frozenset[str]:
-    """Names of the parameters that are sequences: lists in a file."""
+    """Return the names of the parameters that are tuples, which a file has as lists."""
     hints = typing.get_type_hints(kind)
     return frozenset(f.name for f in dataclasses.fields(kind) if typing.get_origin(hints[f.name]) is tuple)
 
 
 def policies_inside(policy: Policy) -> Iterator[Policy]:
-    """The policies that its parameters are."""
+    """Yield the policies among a policy's parameters."""
     for f in dataclasses.fields(policy):
         value = getattr(policy, f.name)
         yield from (x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, Policy))
 
 
 def names_inside(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the policies in parameters of the form of `parameters_of`, at any depth."""
+    """Yield the names of the policies at any depth in parameters of the form of `parameters_of`."""
     for value in itertools.chain.from_iterable(x if isinstance(x, list) else [x] for x in parameters.values()):
         if isinstance(value, Mapping):
             if isinstance(value.get("name"), str):

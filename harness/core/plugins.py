@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Kind:
-    """Policies or tasks: one class per module.
+    """A kind of plug-in, policies or tasks: one class per module.
 
     Attributes:
-        noun: for messages.
-        package: each of its modules is a built-in one.
-        helpers: modules of that package that are not.
-        group: of entry points.
-        base: "module:Class" that each inherits from.
-        base_name: of that class, for messages.
+        noun: "policy" or "task", for messages.
+        package: package whose modules are the built-in plug-ins.
+        helpers: modules of the package that are no plug-ins.
+        group: group of entry points.
+        base: base class of every plug-in, as "module:Class".
+        base_name: name of the base class for messages.
     """
 
     noun: str
@@ -45,7 +45,7 @@ class _Kind:
     base_name: str
 
     def base_class(self) -> type[Any]:
-        """The base class, imported by name because tasks import this package."""
+        """Return the base class, imported by name because tasks import this package."""
         module, _, name = self.base.partition(":")
         base: type[Any] = getattr(importlib.import_module(module), name)
         return base
@@ -68,31 +68,31 @@ _TASK = _Kind(
     "kvbench.harness.tasks.Task",
 )
 _CONTESTANTS = "kvbench.harness.core.contestants"
-_tasks_of_files: dict[str, type[Any]] = {}  # that this process has loaded, by their name in records
+_tasks_of_files: dict[str, type[Any]] = {}  # tasks that this process has loaded from files, by their name in records
 
 
 def policy_names() -> list[str]:
-    """Names of the built-in policies and of those in the entry-point group `bench.policies`."""
+    """Return the names of the built-in policies and of the entry points in the group `bench.policies`."""
     return _names(_POLICY)
 
 
 def task_names() -> list[str]:
-    """Names of the built-in tasks and of those in the entry-point group `bench.tasks`."""
+    """Return the names of the built-in tasks and of the entry points in the group `bench.tasks`."""
     return _names(_TASK)
 
 
 def working_policies() -> dict[str, type[Policy]]:
-    """The policies by name, without plug-ins that can't be loaded."""
+    """Return the policies by name, without plug-ins that can't be loaded."""
     return _working(_POLICY)
 
 
 def working_tasks() -> dict[str, type[Any]]:
-    """The tasks by name, without plug-ins that can't be loaded."""
+    """Return the tasks by name, without plug-ins that can't be loaded."""
     return _working(_TASK)
 
 
 def ignored_plugins(name: str | None = None) -> dict[str, str]:
-    """Entry points of policies whose name is taken: "package.module:Class" of each, and why it is ignored."""
+    """Return the entry points of policies that are ignored because their name is taken: "package.module:Class" to reason."""
     builtin, taken, ignored = _modules(_POLICY), set[str](), {}
     for entry in entry_points(group=_POLICY.group):
         if name not in (None, entry.name):
@@ -111,13 +111,13 @@ def is_ours(plugin: type[Any]) -> bool:
 
 
 def name_of(policy: type[Policy]) -> str:
-    """The name by which `policy_class` finds a class.
+    """Return the name by which `policy_class` finds a class.
 
-    It is a built-in policy's own name, the name of a plug-in's entry point, `path/to/file.py:Class`, or `module:Class`. A
-    contestant's is the one it was found by.
+    The name is a built-in policy's own, the name of a plug-in's entry point, `path/to/file.py:Class`, or `module:Class`. A
+    contestant keeps the name by which it was looked up.
 
     Raises:
-        UserError: it was defined inside a function or a class.
+        UserError: the class was defined inside a function or a class.
     """
     if is_ours(policy):
         return policy.__module__.rpartition(".")[2]
@@ -133,21 +133,21 @@ def name_of(policy: type[Policy]) -> str:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy with this name, or that of `package.module:Class` or `path/to/file.py:Class`.
+    """Return the policy class of a name, of `package.module:Class` or of `path/to/file.py:Class`.
 
     A class of a cache, or `hf:Class` of transformers, becomes a `Contestant`.
 
     Raises:
-        UserError: there is none, or it can't be imported.
+        UserError: no such policy exists, or it can't be imported.
     """
     return _find(_POLICY, name)
 
 
 def task_class(name: str) -> type[Any]:
-    """The task with this name, or that of `package.module:Class` or `path/to/file.py:Class`: a `Task` of `harness/tasks`.
+    """Return the task class (a `Task` of `harness/tasks`) of a name, of `package.module:Class` or of `path/to/file.py:Class`.
 
     Raises:
-        UserError: there is none, or it can't be imported.
+        UserError: no such task exists, or it can't be imported.
     """
     task = _find(_TASK, name)
     if ":" in name:
@@ -156,23 +156,27 @@ def task_class(name: str) -> type[Any]:
 
 
 def known_task(name: str) -> type[Any] | None:
-    """The task of a record: built-in, an installed plug-in's, or from a file that the user told this process to load.
+    """Return the task of a record: a built-in task, an installed plug-in, or a task from a file that the user had loaded.
 
-    A file is never imported just because a record names it.
+    A file is never imported merely because a record names it.
     """
     return _tasks_of_files.get(name) if ":" in name else _installed_task(name, tuple(sys.path))
 
 
 @lru_cache
 def _installed_task(name: str, path: tuple[str, ...]) -> type[Any] | None:  # noqa: ARG001 - decides what is installed
-    """A built-in or installed task; None if there is none. `path` is `sys.path`: the cache is void when that changes."""
+    """Return a built-in or installed task; None if no task has the name.
+
+    Args:
+        path: `sys.path`, so that a change of it invalidates the cached result.
+    """
     with contextlib.suppress(UserError):
         return _find(_TASK, name) if name in task_names() else None
     return None
 
 
 def recorded_name(name: str) -> str:
-    """The name of a policy or task in a record, without the folder of its file, which stays private."""
+    """Return the name of a policy or task in a record, without the folder of its file, which stays private."""
     module, colon, attribute = name.rpartition(":")
     return f"{Path(module).name}{colon}{attribute}"
 
@@ -190,10 +194,10 @@ def _working(kind: _Kind) -> dict[str, type[Any]]:
 
 
 def _find(kind: _Kind, name: str) -> type[Any]:
-    """The class with this name.
+    """Return the class with this name.
 
     Raises:
-        UserError: there is none, or it can't be imported.
+        UserError: no such class exists, or it can't be imported.
     """
     base = kind.base_class()
     if ":" in name:
@@ -223,12 +227,12 @@ def _find(kind: _Kind, name: str) -> type[Any]:
 
 
 def _contestants() -> ModuleType:
-    """The module of caches from elsewhere, imported late because it imports this one."""
+    """Return the module of third-party caches, imported late because it imports this module."""
     return importlib.import_module(_CONTESTANTS)
 
 
 def _modules(kind: _Kind) -> list[str]:
-    """The modules of the package. To add one, add a file."""
+    """Return the names of the plug-in modules in the package. A new file adds a module."""
     spec = importlib.util.find_spec(kind.package)
     assert spec is not None
     assert spec.submodule_search_locations
@@ -236,14 +240,14 @@ def _modules(kind: _Kind) -> list[str]:
 
 
 def _defined_in(module: ModuleType, kind: type[T]) -> type[T]:
-    """The one class of a kind that a module defines itself."""
+    """Return the only class of a kind that a module defines itself."""
     classes = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, kind) and x.__module__ == module.__name__]
     assert len(classes) == 1, f"{module.__name__} must define one {kind.__name__}, not {len(classes)}"
     return classes[0]
 
 
 def _classes_in(module: ModuleType, path: str, kind: _Kind) -> str:
-    """The policies or tasks that a user's module defines, for an error message."""
+    """Return the end of an error message: the policies or tasks that a user's module defines."""
     base = kind.base_class()
     classes = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, base)]
     names = [f"{path}:{x.__name__}" for x in classes if x.__module__ == module.__name__]
@@ -251,10 +255,10 @@ def _classes_in(module: ModuleType, path: str, kind: _Kind) -> str:
 
 
 def load_model_type(name: str) -> None:
-    """Import the entry point of the group `bench.models` with this name, which makes a model type known to transformers.
+    """Import the entry point of the group `bench.models` with this name, which registers a model type with transformers.
 
     Raises:
-        UserError: its module can't be imported or doesn't define it.
+        UserError: the entry point's module can't be imported or doesn't define the class.
     """
     for entry in entries("bench.models"):
         if entry.name == name:
@@ -262,23 +266,23 @@ def load_model_type(name: str) -> None:
 
 
 def entries(group: str) -> list[EntryPoint]:
-    """The entry points of `kvbench.lab` in a group, and those of installed packages."""
+    """Return the entry points of a group, of `kvbench.lab` and of installed packages."""
     return [*(entry for entry in _lab_entries() if entry.group == group), *entry_points(group=group)]
 
 
 @lru_cache
 def _lab_entries() -> tuple[EntryPoint, ...]:
-    """The entry points in `lab/entry_points.txt`, which is no metadata of a package, so that a checkout needs no installation."""
+    """Return the entry points in `lab/entry_points.txt`, a file outside package metadata: a checkout needs no installation."""
     spec = importlib.util.find_spec("kvbench.lab")
     folders = None if spec is None else spec.submodule_search_locations
     return tuple(Distribution.at(folders[0]).entry_points) if folders else ()
 
 
 def load_entry_point(entry: EntryPoint) -> object:
-    """The object of an entry point.
+    """Return the object of an entry point.
 
     Raises:
-        UserError: its module can't be imported or doesn't define it.
+        UserError: the entry point's module can't be imported or doesn't define the object.
     """
     try:
         return entry.load()
@@ -287,7 +291,7 @@ def load_entry_point(entry: EntryPoint) -> object:
 
 
 def _user_module(source: str) -> ModuleType:
-    """A user's module, given its file or dotted name."""
+    """Return a user's module, given its file or dotted name."""
     try:
         if not source.endswith(".py"):
             if str(Path.cwd()) not in sys.path:  # like `python -m`, unlike a console script

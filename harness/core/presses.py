@@ -1,7 +1,7 @@
-"""A press of kvpress as an entry beside the policies: `kvpress:SnapKVPress`, or one of your own that inherits from its classes.
+"""Presses of kvpress listed with the policies: `kvpress:SnapKVPress`, or a user's class that inherits from a kvpress class.
 
-kvpress' own hooks run it on the unmodified model. Its parameters are those of its constructor; presses inside it are entries with
-a name and parameters themselves.
+kvpress' own hooks run a press on the unmodified model. The parameters of a press are its constructor's. A press inside another
+press is an entry with its own name and parameters.
 """
 
 from __future__ import annotations
@@ -39,37 +39,41 @@ class Press(Contestant):
 
     @staticmethod
     def hint(parameter: inspect.Parameter) -> Any:
-        """The type of a parameter of the constructor: an entry where it takes a press."""
+        """Return the type of a parameter of the constructor: an entry for a parameter that takes a press."""
         annotation = str(parameter.annotation)
         if annotation.startswith("list"):
             return tuple[Any, ...]
         return Contestant | None if "Press" in annotation else Any
 
     def new_press(self) -> Any:
-        """The press, which has noted nothing yet."""
+        """Return a new press without state."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in OURS}
         return self.named_class(**{name: _constructed(value) for name, value in given.items()})
 
     @property
     def cuts_prompts(self) -> bool:
-        """Whether it cuts what the model's first pass reads, as all do but those for decoding."""
+        """Whether the press compresses the cache during prefill. Only presses for decoding don't."""
         return not any(base.__name__ == "DecodingPress" for base in inspect.getmro(self.named_class))
 
     def new_cache(self, config: PreTrainedConfig) -> Cache:
-        """The cache that it cuts."""
+        """Return the empty cache that the press compresses."""
         from transformers import DynamicCache
 
         return DynamicCache()
 
 
 def is_press(value: Any) -> bool:
-    """Whether it is a class of press."""
+    """Whether a value is a class of press."""
     bases = inspect.getmro(value) if inspect.isclass(value) else ()
     return any(base.__name__ == "BasePress" and base.__module__.startswith(f"{_PACKAGE}.") for base in bases)
 
 
 def refuse_other_versions(name: str) -> None:
-    """Refuse to run where kvpress' hooks would fail."""
+    """Refuse versions of transformers with which kvpress' hooks would fail.
+
+    Raises:
+        UserError: kvpress needs another version of transformers.
+    """
     needed = [Requirement(text).specifier for text in requires(_PACKAGE) or () if Requirement(text).name == "transformers"]
     installed = version("transformers")
     if not all(installed in specifier for specifier in needed):
@@ -80,7 +84,7 @@ def refuse_other_versions(name: str) -> None:
 
 
 def _inside(value: Any) -> Any:
-    """An item of a list of presses, as a suite has it."""
+    """Return an item of a list of presses, given in a suite's notation."""
     given = {"name": value} if isinstance(value, str) and ":" in value else value
     if not isinstance(given, dict) or "name" not in given:
         return value
@@ -88,7 +92,7 @@ def _inside(value: Any) -> Any:
 
 
 def _constructed(value: Any) -> Any:
-    """A parameter as the constructor takes it."""
+    """Return a parameter in the form that the constructor takes."""
     if isinstance(value, tuple):
         return [_constructed(item) for item in value]
     return value.new_press() if isinstance(value, Press) else value

@@ -1,4 +1,4 @@
-"""Facts about policies whose cache is emptied and read anew."""
+"""Facts about policies that empty the cache and read the text anew."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from kvbench.policies.reset import Reset
 
 
 def holds_kv(policy: Policy) -> bool:
-    """Whether K and V are held from one step to the next: in slots that evict, or between two resets."""
+    """Whether K and V are held from one step to the next, either in slots with eviction or between two resets."""
     return policy.caches or isinstance(policy, Reset)
 
 
 def read_per_token(policy: Policy, capacity: int) -> float:
-    """Tokens that pass the model for each new token of a long stream, those that are read again included."""
+    """Return the tokens that the model processes for each new token of a long stream, tokens read again included."""
     if not isinstance(policy, Reset):
         return 1.0
     bound = policy.bind(capacity)

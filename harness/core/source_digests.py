@@ -1,4 +1,4 @@
-"""Digests of the source of policies and tasks. They are part of a record's key: a changed policy is measured again."""
+"""Digests of the source of policies and tasks. The digests are part of a record's key, so a changed policy is measured again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def source_digest(policy: Policy) -> str:
-    """sha256 of the source that decides what a policy keeps: its modules, its statistics, and the policies inside it.
+    """Return the sha256 of the source that decides which tokens a policy keeps: modules, statistics, and policies inside.
 
-    Of somebody else's cache: versions of packages, and the source of what is outside transformers.
+    For a contestant, the digest covers package versions and the source of its classes outside transformers.
     """
     from kvbench.harness.core.contestants import Contestant
     from kvbench.harness.core.parameters import policies_inside
@@ -38,13 +38,13 @@ def source_digest(policy: Policy) -> str:
 
 
 def task_digest(task: type[object]) -> str:
-    """sha256 of the source of a user's task: the modules of its class and base classes, except ours."""
+    """Return the sha256 of the source of a user's task: the modules of its class and base classes, except our modules."""
     modules = dict.fromkeys(c.__module__ for c in task.__mro__ if not c.__module__.startswith("kvbench.") and c is not object)
     return hashlib.sha256("\0".join(_source(sys.modules[m]) or repr(m) for m in modules).encode()).hexdigest()
 
 
 def code_versions() -> dict[str, str]:
-    """Return the digest of our code, and versions of packages that decide figures; "none" for one that is not installed."""
+    """Return the digest of our code, and the versions of packages that decide figures, "none" if a package is not installed."""
     digest = hashlib.sha256()
     for package in ("policies", "harness"):
         for file in sorted((Path(__file__).parents[2] / package).resolve().rglob("*.py"), key=str):
@@ -59,9 +59,9 @@ def code_versions() -> dict[str, str]:
 
 
 def _source(code: ModuleType | type) -> str | None:
-    """The source text; None without a file, e.g. in a notebook.
+    """Return the source text; None without a file, e.g. in a notebook.
 
-    It says `policies` instead of `kvbench.policies`, the name of that package when older records were written.
+    `kvbench.policies` is replaced by `policies`, the package's name when older records were written.
     """
     try:
         return inspect.getsource(code).replace("kvbench.policies", "policies")
@@ -70,7 +70,7 @@ def _source(code: ModuleType | type) -> str | None:
 
 
 def _members(kind: type) -> str:
-    """A substitute for the source of a class without a file: its functions, as text or bytecode, and its plain values."""
+    """Return a substitute for the source of a class without a file: its functions, as text or bytecode, and plain values."""
     lines = []
     for name, value in sorted(vars(kind).items()):
         function = inspect.unwrap(getattr(value, "__func__", value))

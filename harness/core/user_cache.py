@@ -1,4 +1,4 @@
-"""This user's cache folder, and whether other users could change its files. Imports no torch."""
+"""The user's cache folder, and a check whether other users could change its files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger("kv-bench")
 
 
 def cache_folder() -> Path | None:
-    """`kv-bench` in the user's cache folder; None for a user without a home.
+    """Return the folder `kv-bench` in the user's cache folder; None for a user without a home.
 
     An empty or relative XDG_CACHE_HOME is ignored, as the XDG base directory specification demands.
     """
@@ -31,7 +31,7 @@ def make_private(folder: Path) -> None:
     """Create a folder, and missing parents, that only this user can access.
 
     Raises:
-        OSError: it can't be created.
+        OSError: the folder can't be created.
     """
     if not folder.parent.exists():
         make_private(folder.parent)
@@ -39,10 +39,10 @@ def make_private(folder: Path) -> None:
 
 
 def why_unsafe(path: Path) -> str:
-    """Why other users could change a file or folder; empty if only this user and root can.
+    """Return the reason that other users could change a file or folder; empty if only this user and root can change it.
 
     Raises:
-        OSError: it doesn't exist.
+        OSError: the path doesn't exist.
     """
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) and path.is_dir():  # a cache folder may be a link
@@ -55,7 +55,7 @@ def why_unsafe(path: Path) -> str:
 
 
 def private_folder(name: str) -> Path:
-    """A folder for code or models: in the user's cache or, if others could write to that, a temporary one for this process.
+    """Return a folder for code or models: in the user's cache or, if the cache is not private, a temporary folder.
 
     Raises:
         OSError: no folder is writable, not even a temporary one.
@@ -76,7 +76,7 @@ def private_folder(name: str) -> Path:
 
 @lru_cache
 def _temporary(reason: str) -> Path:
-    """A folder that is removed when this process ends. The reason for it is logged once."""
+    """Return a folder that is removed when this process ends, and log the reason for using it once."""
     _log.warning("bench: kernels are built for this process only, and GGUF files converted: %s", reason)
     return Path(_temporary_directory().name)
 

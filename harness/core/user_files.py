@@ -1,4 +1,4 @@
-"""A user's Python files as modules. Other processes get the files' content, so that they need not have the files."""
+"""A user's Python files as modules. Other processes receive the content of the files, so they need no access to the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import ModuleType
 
 from kvbench.harness.core.errors import UserError
 
-PREFIX = "bench_user_"  # of the names of modules loaded from files
+PREFIX = "bench_user_"  # prefix of the names of modules loaded from files
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class UserFile:
     """A file that a process has loaded.
 
     Attributes:
-        name: of the file, as the user gave it.
-        module: name of its module, which pickled classes refer to.
+        name: name of the file as the user wrote it.
+        module: name of the module, to which pickled classes refer.
         path: absolute path.
         content: bytes of the file when it was loaded.
     """
@@ -35,15 +35,15 @@ class UserFile:
     content: bytes
 
 
-_loaded: dict[str, UserFile] = {}  # by name; the last one of each
-_received: dict[str, UserFile] = {}  # from the process that started the run
+_loaded: dict[str, UserFile] = {}  # last loaded file of each name
+_received: dict[str, UserFile] = {}  # files from the process that started the run, by name
 
 
 def user_module(name: str) -> ModuleType:
-    """Return the module of a file, which is executed once, or again after `forget_changed`.
+    """Return the module of a file. The file is executed once, and again after `forget_changed`.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     if name in _received:
         return sys.modules[_received[name].module]
@@ -63,7 +63,7 @@ def user_module(name: str) -> ModuleType:
 
 
 def forget_changed() -> None:
-    """Forget the files that were edited since they were loaded. To be called where a user's call begins, never during a run."""
+    """Forget the files that were edited since they were loaded. Call it when a user's call begins, never during a run."""
     for name, file in list(_loaded.items()):
         path = Path(file.path)
         if path.exists() and path.read_bytes() != file.content:
@@ -72,17 +72,17 @@ def forget_changed() -> None:
 
 
 def loaded_files() -> list[UserFile]:
-    """Return the files that this process has loaded, of each name the last."""
+    """Return the files that this process has loaded, the last file of each name."""
     return list(_loaded.values())
 
 
 def receive(files: Iterable[UserFile]) -> None:
-    """Load the files of the process that started the run, under the names that they have there."""
+    """Load the files of the process that started the run, under the same names."""
     for file in files:
         if file.module not in sys.modules:
             try:
                 _execute(file)
-            except Exception:  # a cell that needs this file reads it again, and says what is wrong
+            except Exception:  # a cell that needs this file executes it again and reports the error
                 continue
         _received[file.name] = file
 
@@ -99,12 +99,12 @@ def _execute(file: UserFile) -> ModuleType:
         del sys.modules[file.module]
         raise
     lines = io.StringIO(f"{decode_source(file.content).removesuffix(chr(10))}\n").readlines()
-    linecache.cache[file.path] = len(file.content), None, lines, file.path  # whatever the file becomes, this is what runs
+    linecache.cache[file.path] = len(file.content), None, lines, file.path  # the code that runs, even if the file changes later
     return module
 
 
 class _Loader(SourceLoader):
-    """Loads a module from the content of its file. Tracebacks and `inspect.getsource` show that content, too."""
+    """Loader of a module from the content of its file. Tracebacks and `inspect.getsource` show the same content."""
 
     def __init__(self, path: str, content: bytes) -> None:
         self._path, self.content = path, content

@@ -1,4 +1,4 @@
-"""Reads text files that users bring, in UTF-8 and nothing else."""
+"""Reading of users' text files, in UTF-8 only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
 
-_MARKS = (  # those of UTF-32 first, because one begins with a mark of UTF-16
+_MARKS = (  # UTF-32 first, because a mark of UTF-32 begins with a mark of UTF-16
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
@@ -20,7 +20,7 @@ def read_utf8(path: Path) -> str:
 
     Raises:
         UserError: the file is not UTF-8; the message has the offset of the first wrong byte, counted from 0.
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
     content = path.read_bytes()
     for mark, name in _MARKS:
@@ -30,7 +30,7 @@ def read_utf8(path: Path) -> str:
         text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise _not_utf8(path, content, error.start) from None
-    if "\0" in text:  # UTF-16 without a mark, or no text at all
+    if "\0" in text:  # UTF-16 without a mark, or a binary file
         raise _not_utf8(path, content, content.index(0))
     return text.replace("\r\n", "\n").replace("\r", "\n")
 

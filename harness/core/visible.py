@@ -1,4 +1,4 @@
-"""Makes foreign text safe to print: removes characters that move the cursor, reverse the line or are invisible."""
+"""Text that is safe to print: without characters that move the cursor, reverse the line or are invisible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WITHOUT_GLYPH = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\
 
 
 def visible(text: object) -> str:
-    """The text with spaces for tabs and newlines, without control, bidi and other invisible characters."""
+    """Return the text with spaces for tabs and newlines, without control, bidi and other invisible characters."""
     shown = str(text)
     if shown.isascii() and shown.isprintable():
         return shown

@@ -10,15 +10,15 @@ class Workload:
     """Sizes of a cell's work. `side_by_side`, `kv_streams` and `prompt` are exact; the others are for estimates.
 
     Attributes:
-        sequences: number of texts, samples, streams or answers that are read, each with an empty cache.
+        sequences: number of texts, samples, streams or answers that are read, each starting with an empty cache.
         length: tokens of a sequence.
         side_by_side: smallest number of sequences whose caches are in memory at once.
-        kv_streams: sequences whose bytes of K and V a record adds up.
-        steps: decode steps, each of all sequences side by side.
-        windows: windows that `recompute_window` computes; if None, one per token generated, or per token read without steps.
+        kv_streams: number of sequences whose bytes of K and V are summed in a record.
+        steps: decode steps, each for all sequences side by side.
+        windows: windows that `recompute_window` computes; None: one per generated token, or per token read if there are no steps.
         prompt: tokens of the prompt that opens each sequence; None if prompts differ in length, 0 without a prompt.
-        not_after_prompt: why the task refuses `evict: prompt`, where it knows more than that there is no prompt.
-        block_of_all: a job's `block` counts the tokens of all sequences side by side, not of each.
+        not_after_prompt: reason that the task refuses `evict: prompt`; empty: the task refuses it only without a prompt.
+        block_of_all: whether a job's `block` counts the tokens of all sequences side by side, not of each sequence.
         reference: policy whose record a cell at the same capacity needs while it is measured (`Job.reference`). The policy takes
             no parameters; its own cell is measured first and needs no reference.
     """
@@ -48,7 +48,7 @@ class Workload:
         """Estimate the seconds of the measurement.
 
         Args:
-            token: seconds of a token that is read in a block.
-            step: seconds of a decode step of the sequences side by side.
+            token: seconds per token that is read in a block.
+            step: seconds per decode step of the sequences side by side.
         """
         return self.tokens * token + self.steps * step
