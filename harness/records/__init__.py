@@ -1,4 +1,4 @@
-"""Records: what was measured, and the folders that hold them. Imports no torch."""
+"""Records of measured cells, and the folders that hold them. Imports no torch."""
 
 from kvbench.harness.records.record import (
     MIGRATIONS,

@@ -16,7 +16,7 @@ from kvbench.harness.core.intervals import median_interval
 
 _MAX_BLOCKS = 4096
 _MIN_BLOCK_TOKENS = 32
-_FIRST_BUCKET_TOKENS = 256  # each further bucket ends at twice the position
+_FIRST_BUCKET_TOKENS = 256  # each further bucket ends at twice the position of the bucket before
 
 
 def nll_figures(
@@ -28,17 +28,17 @@ def nll_figures(
     prompt: int = 0,
     length: int | None = None,
 ) -> dict[str, Any]:
-    """Figures of per-token NLLs.
+    """Compute the figures of per-token NLLs.
 
     Args:
         nll: nats per token, NaN where not scored. [N].
         prefix: number of tokens that open the stream.
         starts: index of each text's first token.
-        stride: recompute-window scores every `stride`-th token.
+        stride: distance between tokens that recompute-window scores, in tokens.
         streams: number of streams that the text was cut into.
         prompt: first tokens of each stream that are not scored.
-        length: tokens of the whole stream with its prefix, of which `nll` may be the beginning. It decides how long runs are, so
-            that those of two beginnings are alike.
+        length: tokens of the whole stream with its prefix, of which `nll` may be the beginning. The length of runs depends on
+            `length`, so that runs of two beginnings of one text are equal.
 
     Returns:
         tokens, nll (mean, nats) and perplexity; `buckets` by position in a stream; `blocks`: sums over short runs of positions,
@@ -66,11 +66,12 @@ def nll_figures(
 
 
 def answer_figures(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Accuracy of answers, in all and by how much of the evidence was in the cache.
+    """Compute the accuracy of answers, in total and by the share of the evidence that was in the cache.
 
     Args:
-        answers: one per question, with `right`, `held` (share of the evidence in the cache) and `reach` (tokens back to it).
-            Questions in turns have `turn` and `kind`, and those about a corrected value `old`: the value before.
+        answers: mapping per question, with `right`, `held` (share of the evidence in the cache) and `reach` (distance to the
+            evidence in tokens). Questions in turns have `turn` and `kind`; questions about a corrected value have `old`, the
+            value before the correction.
     """
     right = sum(a["right"] for a in answers)
     corrected = [a for a in answers if "old" in a]
@@ -89,19 +90,19 @@ def answer_figures(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _counts(answers: Sequence[dict[str, Any]], part: Callable[[dict[str, Any]], Any]) -> dict[str, dict[str, int]]:
-    """Questions and right answers of each part, in the parts' order."""
+    """Count questions and right answers of each part, in the order of the parts."""
     questions = Counter(part(a) for a in answers)
     right = Counter(part(a) for a in answers if a["right"])
     return {str(name): {"questions": questions[name], "right": right[name]} for name in sorted(questions)}
 
 
 def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean score of questions with its standard error, and all scores; accuracy if every score is 0 or 1.
+    """Compute the mean score of questions with its standard error, and the accuracy if every score is 0 or 1.
 
     Args:
-        samples: one per question, each with `score`. If all of them have a `depth` and are right or wrong, right answers are also
-            counted by tenth of the depth. If they have a `weight`, the mean is the sum of scores over the sum of
-            weights. If they have `scores`, one per answer, `score` is the mean of these, and there is pass@k if all are 0 or 1.
+        samples: mapping per question, each with `score`. If all samples have a `depth` and are right or wrong, right answers are
+            also counted by tenth of the depth. If samples have a `weight`, the mean is the sum of scores over the sum of weights.
+            If samples have `scores`, one per answer, `score` is their mean, and pass@k is computed if all are 0 or 1.
     """
     scores = np.array([s["score"] for s in samples], np.float64)
     weights = np.array([s.get("weight", 1) for s in samples], np.float64)
@@ -120,7 +121,7 @@ def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if set(scores.tolist()) <= {0.0, 1.0}:
         right = int(scores.sum())
         result |= {"right": right, "accuracy": right / count, "outcomes": "".join("01"[int(s)] for s in scores)}
-        del result["scores"]  # outcomes hold the same
+        del result["scores"]  # outcomes hold the same information
         if all("depth" in s for s in samples):
             result["depths"] = _counts(
                 [{"right": s["score"] == 1, "tenth": min(9, int(10 * s["depth"]))} for s in samples], itemgetter("tenth")
@@ -129,21 +130,23 @@ def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def pass_sizes(number: int) -> list[int]:
-    """The k for which pass@k of so many answers is recorded: 1, 2, 4, ... and all."""
+    """Return the values of k for which pass@k of `number` answers is recorded: 1, 2, 4, ... and `number`."""
     return sorted({*(1 << bits for bits in range(number.bit_length())), number})
 
 
 def pass_at(right: NDArray[np.float64], number: int, k: int) -> NDArray[np.float64]:
-    """The chance that one of k answers is right, if `right` of `number` are: 1 - C(n - c, k) / C(n, k). [questions].
+    """Return the chance that at least one of k answers is right if `right` of `number` are. [questions].
+
+    The chance is 1 - C(n - c, k) / C(n, k), with n = `number` and c = `right`.
 
     Source: Chen et al. 2021, arXiv:2107.03374, Section 2.1.
     """
-    wrong = number - right[:, None] - np.arange(k)  # those that are left, one drawn after the other
+    wrong = number - right[:, None] - np.arange(k)  # wrong answers left before each draw
     return np.asarray(1.0 - np.prod(np.maximum(wrong, 0) / (number - np.arange(k)), axis=1))
 
 
 def step_figures(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
-    """Percentiles of timed steps, the median of each round, their spread, and tokens per second.
+    """Compute percentiles of timed steps, the median of each round, the spread of the medians, and tokens per second.
 
     Args:
         steps: milliseconds. [rounds, steps of a round].
@@ -160,19 +163,24 @@ def step_figures(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
 
 
 def largest(sittings: Sequence[Sequence[Sequence[float]]]) -> float:
-    """Milliseconds of a sitting's longest step, the median of the sittings. The steps are those of `timing`."""
+    """Return the milliseconds of a sitting's longest step, as the median over sittings.
+
+    Args:
+        sittings: milliseconds of the steps, by sitting and round.
+    """
     return float(np.median([np.max(rounds) for rounds in sittings]))
 
 
 def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
-    """The median of the rounds' medians, and its relative error.
+    """Return the median of the rounds' medians, and its relative error.
 
-    Steps of one round are not independent, because the machine was doing the same meanwhile; so rounds are the sample. Sittings
-    differ more than rounds, because caches lie elsewhere in memory. The error is the larger of two: half the 95 % interval of
-    the rounds' median, and half that of the sittings' median (half their range if there are fewer than 6).
+    Steps of one round are not independent, because they share the state of the machine. The sample therefore consists of rounds.
+    Sittings differ more than rounds, because caches have other addresses in memory. The error is the larger of two values: half
+    the 95 % interval of the rounds' median, and half the 95 % interval of the sittings' median. With fewer than 6 sittings, the
+    second value is half their range.
 
     Args:
-        sittings: times of the steps, by sitting and round.
+        sittings: milliseconds of the steps, by sitting and round.
     """
     medians = [[float(np.median(r)) for r in rounds] for rounds in sittings]
     pooled = [m for sitting in medians for m in sitting]
@@ -190,7 +198,7 @@ def _evidence_in_cache(held: float | None) -> str:
 
 
 def scored_mask(length: int, prefix: int, stride: int, streams: int = 1, prompt: int = 0) -> NDArray[np.bool_]:
-    """Mark scored tokens: every `stride`-th one, without prefix, prompt and a stream's very first token. [N] bool."""
+    """Return a mask of scored tokens: every `stride`-th token except prefix, prompt and a stream's first token. [N] bool."""
     stream_length = (length - prefix) // streams
     skipped = prompt or (0 if prefix else 1)
     mask = np.zeros(length, bool)
@@ -200,7 +208,7 @@ def scored_mask(length: int, prefix: int, stride: int, streams: int = 1, prompt:
 
 
 def _sums(values: NDArray[np.float32], is_scored: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
-    """Sum of NLL and number of tokens of each run; runs begin at `starts`, and end where the next begins."""
+    """Return the sum of NLL and the number of tokens of each run. A run begins at one of `starts` and ends at the next."""
     filled = starts < np.append(starts[1:], len(values))  # reduceat gives an empty run the value at its start
     sums, tokens = np.zeros(len(starts)), np.zeros(len(starts), int)
     sums[filled] = np.add.reduceat(np.where(is_scored, values, np.float32(0)), starts[filled], dtype=np.float64)
@@ -209,7 +217,7 @@ def _sums(values: NDArray[np.float32], is_scored: NDArray[np.bool_], starts: NDA
 
 
 def _buckets(values: NDArray[np.float32], is_scored: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
-    """Mean NLL by position in the stream; each bucket ends at twice the position of the one before."""
+    """Return the mean NLL by position in the stream. Each bucket ends at twice the position of the bucket before."""
     length = prefix + (len(values) - prefix) // streams
     position = np.arange(len(values), dtype=np.int32)
     position[prefix:] = prefix + (position[prefix:] - prefix) % (length - prefix)

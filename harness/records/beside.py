@@ -1,4 +1,4 @@
-"""The files beside a record: its trace and its keep map. Imports no torch."""
+"""Files stored beside a record: its trace and its keep map. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvbench.harness.records.record import Problem, Record, read
 
 
 class TraceFile(io.BytesIO):
-    """A trace, read; a file that `np.load` and `json_lines` take.
+    """Content of a trace, as a file that `np.load` and `json_lines` accept.
 
     Attributes:
-        path: for messages.
-        folder: holds the record's file; of a published record, that of its suite.
+        path: path of the trace, for messages.
+        folder: folder of the record's file or, for a published record, of the suite's files.
     """
 
     def __init__(self, content: bytes, path: Path, folder: Path) -> None:
@@ -25,12 +25,12 @@ class TraceFile(io.BytesIO):
         self.path, self.folder = path, folder
 
     def rewound(self) -> Self:
-        """Return this file, read from its beginning again."""
+        """Return this file, rewound to its beginning."""
         self.seek(0)
         return self
 
     def problem(self, sha256: str) -> str:
-        """Return what is wrong with the content; empty if it is what was measured."""
+        """Return the problem of the content; empty if the content is unchanged since the measurement."""
         return "" if hashlib.sha256(self.getbuffer()).hexdigest() == sha256 else _CHANGED
 
 
@@ -38,7 +38,11 @@ _CHANGED = "has changed since it was measured: its sha256 differs"
 
 
 def open_trace(record: Record, folder: Path) -> TraceFile | Problem | None:
-    """Read the trace of a record; None if it has none. folder: of the record's file."""
+    """Read the trace of a record; None if the record has no trace.
+
+    Args:
+        folder: folder of the record's file.
+    """
     if record.trace is None:
         return None
     path = folder / Path(record.trace.file).name
@@ -56,7 +60,12 @@ def open_trace(record: Record, folder: Path) -> TraceFile | Problem | None:
 
 
 def read_beside(record: Record, name: str, folder: Path) -> Record | Problem:
-    """Read another record of the same suite and model. name: of its file. folder: of the file of `record`."""
+    """Read another record of the same suite and model.
+
+    Args:
+        name: file name of the other record.
+        folder: folder of the file of `record`.
+    """
     other = read(folder / name)
     file = published.suite_file(folder, record)
     suite = published.load(file) if isinstance(other, Problem) and file.exists() else None
@@ -67,7 +76,7 @@ def read_beside(record: Record, name: str, folder: Path) -> Record | Problem:
 
 
 def file_problem(path: Path, sha256: str) -> str:
-    """Return what is wrong with a file that a record names; empty if its content is what was measured and it is no link."""
+    """Return the problem of a file that a record names; empty for a regular file with unchanged content."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return "is not a regular file"
     if not path.exists():

@@ -20,10 +20,10 @@ class Options(BaseModel):
     """Options of a task in a suite. An unknown option is an error.
 
     Attributes:
-        not_recorded: options that decide how a cell is read and no figure, so that they are not part of the cell.
-        shown: options beside the task's name on the sortable page and in comparisons; all if None.
+        not_recorded: options that affect how a cell is read but no figure; they are not part of the cell.
+        shown: options shown with the task's name on the sortable page and in comparisons; None: all.
         axes: options that vary within one section of a page.
-        never_pooled_over: options whose values keep right answers apart: they are not added up.
+        never_pooled_over: options over whose values right answers are never added up.
     """
 
     not_recorded: ClassVar[frozenset[str]] = frozenset()
@@ -88,14 +88,14 @@ class Paged(Part):
 
 
 class CellExempt(Part):
-    """Tokens that a codec leaves as they are."""
+    """Tokens that a codec leaves in the model's dtype."""
 
     sinks: Whole = Field(description="the first of a stream")
     recent: Whole = Field(description="the newest")
 
 
 class CellKV(Part):
-    """How K and V are stored."""
+    """Codec of stored K and V."""
 
     codec: Literal["int8", "int4", "int2", "kivi4", "kivi2"] = Field(description="bits of a number")
     group: Positive = Field(description="channels, or tokens, that share a scale and a zero")
@@ -105,14 +105,14 @@ class CellKV(Part):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Refuse what is no codec."""
+        """Refuse settings that are no codec."""
         if self.codec.startswith("kivi") != (self.residual is not None) or (self.exempt is None) != (self.residual is not None):
             raise ValueError(f"{self.codec} without what it needs: residual with kivi, else exempt")
         self.read()
         return self
 
     def read(self) -> Codec:
-        """The codec."""
+        """Return the codec."""
         return Codec.from_json(self.model_dump())
 
 
@@ -142,7 +142,7 @@ class CellSpec(Document):
         """Validate a mapping; the task validates its options, if it is installed.
 
         Raises:
-            BadRecordError: with the first mistake.
+            BadRecordError: the mapping is invalid. The message names the first mistake.
         """
         task = value.get("task")
         if not isinstance(task, dict) or not isinstance(task.get("name"), str):
@@ -165,7 +165,7 @@ class CellSpec(Document):
         return spec
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the JSON and the task's own options class: no other process can import the class of `task`, made here."""
+        """Pickle the JSON and the task's own options class, because another process can't import the class of `task`."""
         return type(self)._with_options, (self.as_json(), type(self.task).__base__)
 
     @property
@@ -176,12 +176,12 @@ class CellSpec(Document):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The policy's parameters, and those of the policies inside as "score.window"."""
+        """The policy's parameters, and the parameters of policies inside, named like "score.window"."""
         return flat(self.parameters)
 
     @property
     def moment(self) -> Evict:
-        """When tokens are evicted."""
+        """Time of eviction: tokens evicted at once, whole pages, or once after the prompt."""
         match self.evict:
             case Every(every=tokens):
                 return tokens
@@ -193,39 +193,39 @@ class CellSpec(Document):
 
     @property
     def evicts(self) -> str:
-        """When tokens are evicted, in words."""
+        """Phrase that says when tokens are evicted."""
         return next(evict_words(self.moment), "step")
 
     @property
     def codec(self) -> Codec | None:
-        """How K and V are stored; None: in the model's dtype."""
+        """Codec of stored K and V; None if they are stored in the model's dtype."""
         return None if self.kv is None else self.kv.read()
 
     @property
     def stored(self) -> str:
-        """Name of the format of K and V, of transformers' quantized cache as well; empty for the model's dtype."""
+        """Label of the format of stored K and V, also for transformers' quantized cache; empty for the model's dtype."""
         return quantized_cache(self.parameters) if self.policy == QUANTIZED_CACHE else str(self.codec or "")
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing is lost: no token, and no bit."""
+        """Whether the cache loses neither tokens nor precision."""
         return self.policy == "dense" and self.kv is None
 
     @property
     def most_kept(self) -> int | None:
-        """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
+        """Largest number of tokens that a KV head keeps between steps, on average; None if unbounded."""
         if self.capacity is None or self.evict == "prompt":
             return None
         return self.capacity + at_once(self.moment) - 1
 
     def task_options(self, options: type[OptionsT]) -> OptionsT:
-        """The task's options, typed by the task's own class."""
+        """Return the task's options, typed by the task's own class."""
         assert isinstance(self.task, options), f"{self.task.name} has other options"
         return self.task
 
 
 def flat(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy's parameters by name; a policy inside is its name, and its parameters follow: "score", "score.window"."""
+    """Return a policy's parameters by name. A policy inside becomes its name ("score") and its parameters ("score.window")."""
     result: dict[str, Any] = {}
     for key, value in parameters.items():
         if isinstance(value, Mapping) and "name" in value:

@@ -1,4 +1,4 @@
-"""How the gate checks a figure: an annotation of the figure's field. A field without one fails the gate."""
+"""Rules by which the gate checks figures. A rule annotates a figure's field; a field without a rule fails the gate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 Scope = Literal["everywhere", "same machine", "bounded"]
 
-# Tolerances for two runs on one machine, where only rounding may differ. Unchanged runs gave the same bits (docs/gate.md); these
-# allow for another block size.
+# Tolerances for two runs on one machine, where only rounding may differ. Unchanged runs gave the same bits (docs/gate.md); the
+# tolerances allow for another block size.
 MEAN_NATS = 2e-5  # for a mean over all tokens
 PART_NATS = 1e-4  # for a mean over some tokens
 RUN_NATS = 4e-3  # for a sum over a run of at least 32 tokens
@@ -28,9 +28,10 @@ class Checked:
     Attributes:
         check: name of the check that reports a difference.
         absolute: largest difference allowed; 0 for equality.
-        relative: the same as a share of the baseline's figure; the larger bound counts.
-        scope: "everywhere"; on the "same machine" (device, instructions, threads, torch) in float32, where sums round alike; or
-            where the cache is "bounded", because the size of a dense cache depends on how many steps were timed.
+        relative: largest difference allowed, as a share of the baseline's figure; the larger of the two bounds applies.
+        scope: records that are checked. "everywhere": all records. "same machine": records in float32 with equal device,
+            instructions, threads and torch, where sums round alike. "bounded": records of a bounded cache, because the size of a
+            dense cache depends on the number of timed steps.
     """
 
     check: str = "figures"
@@ -48,7 +49,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A figure that another check compares."""
+    """A figure that another check of the gate compares."""
 
     check: str
 
@@ -70,7 +71,7 @@ class Compared:
     Attributes:
         margin: largest change that does not matter in practice.
         more_is_better: whether a larger figure is better.
-        sums: of `SampleMetrics`, the list of the figure's sums over each sample ("sums.kl"), by which records are paired.
+        sums: name of the list of the figure's sums over each sample ("sums.kl"), by which records of `SampleMetrics` are paired.
     """
 
     margin: float
@@ -79,7 +80,7 @@ class Compared:
 
 
 def near(absolute: float = 0.0, relative: float = 0.0) -> Checked:
-    """Equal on the same machine, up to rounding."""
+    """Return a rule that figures of the same machine are equal up to rounding."""
     return Checked(absolute=absolute, relative=relative, scope="same machine")
 
 
@@ -94,7 +95,7 @@ CODE = Unchecked("shows that code changed; the figures show whether that matters
 
 @cache
 def rule_in(model: type[BaseModel], path: tuple[str, ...]) -> Rule | None:
-    """The rule of a figure's field, or of the innermost enclosing field that has one.
+    """Return the rule of a figure's field, or of the innermost enclosing field that has a rule.
 
     Args:
         path: JSON keys and list indices that lead to the figure: ("buckets", "3", "nll").
@@ -108,7 +109,7 @@ def rule_in(model: type[BaseModel], path: tuple[str, ...]) -> Rule | None:
 
 
 def _inside(annotation: Any, path: tuple[str, ...]) -> Rule | None:
-    """The rule of a figure inside a field's annotation; `path` starts below the field."""
+    """Return the rule of a figure inside a field's annotation. `path` starts below the field."""
     if not path:
         return None
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -122,5 +123,5 @@ def _inside(annotation: Any, path: tuple[str, ...]) -> Rule | None:
 
 
 def compared(model: type[BaseModel]) -> dict[str, Compared]:
-    """The figures of a model that `bench compare` gives a verdict on."""
+    """Return the figures of a metrics class on which `bench compare` gives a verdict."""
     return {name: mark for name, field in model.model_fields.items() for mark in field.metadata if isinstance(mark, Compared)}

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvbench.harness.records.cell import CellSpec
     from kvbench.harness.records.run_facts import DataFacts
 
-READ_AT_POINTS = "read at every point"  # how a peak was measured that misses what lies between, or moves into free memory
+READ_AT_POINTS = "read at every point"  # memory was read at points, so the peak misses use in between, or of free memory
 
 
 class Metrics(Document):
@@ -66,22 +66,22 @@ class Metrics(Document):
     )
 
     def headline(self) -> str:
-        """The main figure in words; empty for the first plain number."""
+        """Return the main figure as a phrase; empty if the first plain number is the main figure."""
         return ""
 
     def check(self, options: Any) -> None:
         """Check the figures against the task's options.
 
         Raises:
-            BadRecordError: they disagree.
+            BadRecordError: the figures disagree with the options.
         """
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
-        """(dotted name, value) of figures that follow from others, for `bench records verify`."""
+        """Yield (dotted name, value) of the figures that can be computed from other figures, for `bench records verify`."""
         return iter(())
 
     def impossible(self) -> Iterator[str]:
-        """Sentences on figures that are better than is physically possible, so that they were not measured by what they name."""
+        """Yield a sentence for each figure that is better than physically possible, and so not what its name says."""
         return iter(())
 
 
@@ -99,7 +99,7 @@ class Sums(Part):
 
     @cached_property
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """`nll_sum` and `tokens`, converted once because a record is paired with many others. [n] each."""
+        """`nll_sum` and `tokens` as arrays, converted once because a record is paired with many records. [n] each."""
         arrays = np.array(self.nll_sum, np.float64), np.array(self.tokens, np.float64)
         for array in arrays:
             array.flags.writeable = False
@@ -137,7 +137,7 @@ class Look(Part):
 
 
 class Looks(Part):
-    """How a cell read on until its interval was narrow enough."""
+    """Looks at the interval of a cell that is read until the interval is narrow enough."""
 
     reference: Annotated[FileName, Unchecked("its name has a key that changes with the code of the reference")] = Field(
         description="file of the reference's record, beside this one"
@@ -166,7 +166,7 @@ class NllMetrics(Metrics):
     looks: Looks | None = Field(None, description="how reading went on until the interval to the reference was narrow enough")
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
-        """Perplexity, and bits per byte; older records lack the bytes."""
+        """Yield perplexity, and bits per byte unless the record lacks the number of bytes."""
         yield "perplexity", math.exp(min(self.nll, 700.0))
         if self.bytes is not None:
             yield "bits_per_byte", self.nll * self.tokens / math.log(2) / max(1, self.bytes)
@@ -179,12 +179,12 @@ class NllMetrics(Metrics):
 
     @property
     def planned_looks(self) -> int:
-        """Lengths of the text at which reading might have stopped, its end included."""
+        """Number of lengths of the text at which reading might have stopped, the text's end included."""
         return 1 if self.looks is None else self.looks.planned
 
 
 class AnswerCounts(Part):
-    """Questions of one sort, such as those whose evidence was in the cache as a whole, and right answers among them."""
+    """Counts of questions and right answers of one sort, such as questions whose whole evidence was in the cache."""
 
     questions: Annotated[Positive, EXACT] = Field(description="number of questions")
     right: Annotated[Count, ANSWERED] = Field(description="right answers")
@@ -197,7 +197,7 @@ class AnswerCounts(Part):
 
 
 class QuestionMetrics(Metrics):
-    """Questions; right answers among them, if each answer is right or wrong."""
+    """Number of questions and, if each answer is right or wrong, of right answers."""
 
     questions: Annotated[Positive, EXACT] = Field(description="number of questions")
     right: Annotated[Count | None, ANSWERED] = Field(None, description="right answers")
@@ -206,15 +206,15 @@ class QuestionMetrics(Metrics):
 
     @property
     def evicted_questions(self) -> int:
-        """Questions whose answers may follow from an eviction."""
+        """Number of questions whose answers may follow an eviction."""
         return self.questions
 
     def question_streams(self, options: Any, data: DataFacts) -> int | None:
-        """Number of streams that share the questions evenly, in order; None if every question has a cache of its own."""
+        """Return the number of streams that share the questions evenly, in order; None if every question has its own cache."""
         return None
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
-        """Share and number of right answers, from the outcomes."""
+        """Yield the share and the number of right answers, computed from the outcomes."""
         if self.right is not None:
             yield "accuracy", self.right / self.questions
             yield "right", (self.outcomes or "").count("1")
@@ -231,7 +231,7 @@ class QuestionMetrics(Metrics):
 
 
 class AnswerMetrics(QuestionMetrics):
-    """Answers during a stream, by how much of their evidence was in the cache."""
+    """Counts of right answers during a stream, by the share of the evidence that was in the cache."""
 
     right: Annotated[Count, ANSWERED] = Field(description="right answers")
     accuracy: Annotated[Share, ANSWERED] = Field(description="share of right answers")
@@ -251,11 +251,11 @@ class AnswerMetrics(QuestionMetrics):
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
 
     def headline(self) -> str:
-        """Accuracy, and the number of questions."""
+        """Return the accuracy and the number of questions."""
         return f"accuracy {self.accuracy:.1%} of {self.questions}"
 
     def question_streams(self, options: Any, data: DataFacts) -> int | None:
-        """Number of streams that were read; 1 for older records without it."""
+        """Return the number of streams that were read; 1 for older records, which lack the number."""
         streams: int = getattr(data, "streams", None) or 1
         return None if streams == self.questions > 1 else streams
 
@@ -289,7 +289,7 @@ class SampleMetrics(Metrics):
 
 
 class StepMetrics(Metrics):
-    """Time of a decode step. It is compared as a ratio to a reference timed in the same rounds."""
+    """Time of a decode step, compared as a ratio to a reference that was timed in the same rounds."""
 
     step_ms: Annotated[Duration, Elsewhere("latency")] = Field(
         description="median of the rounds' medians: time per output token after the first (TPOT)"
@@ -314,7 +314,7 @@ class StepMetrics(Metrics):
 
 
 class PeakMetrics(Metrics):
-    """Memory in use as measured, not as the cache reports it."""
+    """Measured memory use, independent of the bytes that the cache reports."""
 
     peak_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="largest use, above that with the model loaded")
     allocated_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="held by the cache at the end")
@@ -324,7 +324,7 @@ class PeakMetrics(Metrics):
     )
 
     def impossible(self) -> Iterator[str]:
-        """A peak below what was held at the end, where the system keeps the peak."""
+        """Yield a sentence if the peak is below the bytes held at the end. Peaks read at points are not checked."""
         held = self.kv_held_bytes
         if held is not None and self.peak_bytes < held and not self.how.endswith(READ_AT_POINTS):
             yield f"peak_bytes is {self.peak_bytes:,}, but {held:,} bytes of K and V were held at the end"

@@ -23,19 +23,19 @@ JSONL, PARQUET = ".jsonl", ".parquet"
 MARK = "@"  # stands in a line for a value that lies in the Parquet file
 _DEPTHS = {"metrics": 1, "data": 0, "facts": 1}  # parts of a record with long values; a part of depth 0 moves as a whole
 _MIN_NUMBERS = 16  # a longer list of numbers moves
-_MAX_CHARACTERS = 60  # of any other value's JSON
+_MAX_CHARACTERS = 60  # any other value moves if its JSON is longer
 _MAX_DECIMALS = 9
-_MAX_BYTES = 2**30  # of a file, also uncompressed
-_BEGINNING = b'{"cell":'  # of a record's line; traces are JSON lines, too
+_MAX_BYTES = 2**30  # largest size of a file, compressed and uncompressed
+_BEGINNING = b'{"cell":'  # beginning of a record's line; a trace may be JSON lines, too
 Key = tuple[str, str]  # (file name of a record without suffix, name of a value or suffix of a trace)
 
 
 @dataclass
 class Published:
-    """A record as it is published.
+    """A record and its published trace.
 
     Attributes:
-        trace: content of its trace; None if that is not published.
+        trace: content of the record's trace; None if the trace is not published.
     """
 
     record: Record
@@ -46,12 +46,16 @@ class Suite:
     """Contents of the two files of a suite.
 
     Attributes:
-        path: of the JSONL file.
+        path: path of the JSONL file.
         rows: row number of each value and trace in the Parquet file.
     """
 
     def __init__(self, path: Path, lines: Sequence[bytes], table: pa.Table, rows: Mapping[Key, int]) -> None:
-        """table: the Parquet file, with the columns of `_schema`, each in one chunk."""
+        """Use the contents of the two files.
+
+        Args:
+            table: content of the Parquet file, with the columns of `_schema`, each in one chunk.
+        """
         self.path, self.lines, self.rows = path, lines, rows
         self._text, self._content, self._decimals = table["text"], table["content"], table["decimals"].to_pylist()
         values = table["values"].combine_chunks()
@@ -99,7 +103,7 @@ class Suite:
         return record
 
     def _joined(self, value: Any, key: Key) -> Any:
-        """Return the value with each mark replaced by what lies in the Parquet file."""
+        """Return the value with each mark replaced by the value in the Parquet file."""
         if isinstance(value, dict):
             return {k: self._joined(v, (key[0], f"{key[1]}.{k}")) for k, v in value.items()}
         if value != MARK:
@@ -116,7 +120,7 @@ class Suite:
 
 
 def _array(column: Any, dtype: Any) -> NDArray[Any]:
-    """Return a column's numbers. `to_numpy` would import pandas, which takes most of a second."""
+    """Return a column's numbers without `to_numpy`, which would import pandas and take most of a second."""
     return np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset : column.offset + len(column)]
 
 
@@ -125,7 +129,7 @@ class _MissingError(KeyError):
 
 
 def is_published(path: Path) -> bool:
-    """Return whether a `.jsonl` file holds records and is no trace."""
+    """Return whether a `.jsonl` file holds records, not a trace."""
     if path.with_suffix(PARQUET).exists():
         return True
     with path.open("rb") as file:
@@ -138,7 +142,11 @@ def suite_file(folder: Path, record: Record) -> Path:
 
 
 def load(path: Path) -> Suite | Problem:
-    """Read the two files of a suite; the last few are cached. path: of the JSONL file."""
+    """Read the two files of a suite. The last few suites are cached.
+
+    Args:
+        path: path of the JSONL file.
+    """
     stamps = []
     for file in (path, path.with_suffix(PARQUET)):
         try:
@@ -153,12 +161,12 @@ def load(path: Path) -> Suite | Problem:
 
 @lru_cache(maxsize=4)
 def _load(path: Path, _: tuple[tuple[int, ...], ...]) -> Suite | Problem:
-    """Read files that are regular. `_` changes when they do."""
+    """Read regular files. `_` changes whenever a file changes."""
     from pyarrow import parquet
 
     table_path = path.with_suffix(PARQUET)
     try:
-        lines = path.read_bytes().splitlines()  # of bytes: text is also split where JSON goes on
+        lines = path.read_bytes().splitlines()  # split bytes: str.splitlines also splits at characters that JSON allows
     except OSError as error:
         return Problem(path, f"can't be read ({error.strerror})")
     try:
@@ -168,7 +176,7 @@ def _load(path: Path, _: tuple[tuple[int, ...], ...]) -> Suite | Problem:
                 return Problem(table_path, f"larger than {_MAX_BYTES >> 20} MiB uncompressed")
             table = file.read().select(_schema().names).cast(_schema()).combine_chunks()
         keys = list(zip(table["record"].to_pylist(), table["name"].to_pylist(), strict=True))
-    except Exception as error:  # pyarrow names no type for what a damaged file may raise
+    except Exception as error:  # pyarrow does not document which errors a damaged file raises
         return Problem(table_path, f"not readable as the Parquet file of {path.name} ({type(error).__name__})")
     rows = {key: row for row, key in enumerate(keys)}
     if len(rows) < len(keys):
@@ -177,7 +185,7 @@ def _load(path: Path, _: tuple[tuple[int, ...], ...]) -> Suite | Problem:
 
 
 def write(path: Path, entries: Iterable[Published]) -> None:
-    """Write the two files of a suite, the Parquet file first, so that no line lacks its values.
+    """Write the two files of a suite. The Parquet file is written first, so that no line lacks its values.
 
     Raises:
         OSError: the folder can't be written to.
@@ -197,7 +205,7 @@ def write(path: Path, entries: Iterable[Published]) -> None:
 
 
 def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows in the order that compresses best: values of the same name together, in one page."""
+    """Write rows in the order that compresses best: all values of a name together, in one page."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -221,8 +229,8 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 def _schema() -> pa.Schema:
     """Return the columns of the Parquet file.
 
-    Numbers are `values`, divided by 10 to the power of `decimals` unless that is null. Any other value is `text`, as JSON.
-    A trace is `text`, or `content` if it is no text.
+    Numbers are stored in `values`, divided by 10 to the power of `decimals` unless `decimals` is null. Any other value is stored
+    as JSON in `text`. A trace is stored in `text`, or in `content` if it is binary.
     """
     import pyarrow as pa
 
@@ -240,9 +248,10 @@ def _schema() -> pa.Schema:
 
 
 def _split(value: Any, name: str, depth: int, rows: list[dict[str, Any]]) -> Any:
-    """Return the value with MARK for every long part, and add these parts to the rows.
+    """Return the value with MARK for every long part, and add the long parts to the rows.
 
-    depth: levels of mappings that are always entered.
+    Args:
+        depth: levels of mappings that are always entered.
     """
     if isinstance(value, dict) and (depth or any(map(_has_numbers, value.values()))):
         return {k: _split(v, f"{name}.{k}", depth - 1 if depth else 0, rows) for k, v in value.items()}
@@ -262,7 +271,7 @@ def _has_numbers(value: Any) -> bool:
 
 
 def _integers(value: Any) -> dict[str, Any] | None:
-    """Return numbers as whole numbers and a number of decimals, if that is exact; else None. Integers have no `decimals`."""
+    """Return numbers as whole numbers and a number of decimals; None if that is inexact. Integers have no `decimals`."""
     if isinstance(value[0], int):
         return {"values": value} if max(map(abs, value)) < 2**53 else None
     numbers = np.array(value)

@@ -1,4 +1,4 @@
-"""A record, and how it is read from its file. Imports no torch."""
+"""Records, and reading a record from its file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUMERICS_VERSION = 1  # raised when numbers change for the same cell, weights an
 
 
 def digest(value: object) -> str:
-    """sha256 of a value's canonical JSON, in hex."""
+    """Return the sha256 of a value's canonical JSON, in hex."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -49,11 +49,11 @@ class Record:
         key: hash of everything that determines the figures: cell id, token ids, weights, the policy's source, the task's version,
             NUMERICS_VERSION.
         status: "ok", or "failed": then `error` says why and `metrics` may be empty.
-        metrics: the task's figures; of the task's own class if the cell went well and the task is installed.
-        facts: what may differ without changing the figures.
+        metrics: the task's figures, an instance of the task's own class if the cell succeeded and the task is installed.
+        facts: properties of the run that may differ without changing the figures.
         finished: time in UTC, ISO 8601.
         trace: the file beside the record with figures per token, question or step; None if the task keeps none.
-        numerics: NUMERICS_VERSION of the code that measured.
+        numerics: NUMERICS_VERSION of the code that measured the cell.
     """
 
     cell: CellSpec
@@ -74,7 +74,7 @@ class Record:
         """Validate a record's JSON.
 
         Raises:
-            BadRecordError: with the first mistake.
+            BadRecordError: the JSON is invalid. The message names the first mistake.
         """
         envelope = validate(_Envelope, value)
         cell = _part(CellSpec, "cell", value)
@@ -99,24 +99,24 @@ class Record:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The content of its file."""
+        """Return the content of the record's file."""
         return {
             name: part.as_json() if isinstance(part, Document) else part
             for name, part in ((f.name, getattr(self, f.name)) for f in fields(self))
         }
 
     def measured(self, metrics: type[M]) -> M | None:
-        """Its figures, if the cell went well and they are of this class."""
+        """Return the figures if the cell succeeded and they are of this class, else None."""
         return self.metrics if self.status == "ok" and isinstance(self.metrics, metrics) else None
 
     def measures(self, metrics: type[Metrics]) -> bool:
-        """Whether its task yields figures of this class, even if the cell failed."""
+        """Whether the record's task yields figures of this class, even if the cell failed."""
         task = plugins.known_task(self.cell.task.name)
         return isinstance(self.metrics, metrics) or (task is not None and issubclass(task.metrics, metrics))
 
     @property
     def tokens_read(self) -> int:
-        """Tokens of its text that it read: all, unless reading stopped early."""
+        """Number of tokens of the text that were read: all, unless reading stopped early."""
         return self.metrics.tokens_read or self.data.tokens
 
     @property
@@ -125,7 +125,7 @@ class Record:
         return file_stem(self.cell.policy, self.cell.capacity, self.cell_id, self.key)
 
     def as_text(self) -> str:
-        """The text of its file in a working folder."""
+        """Return the text of the record's file in a working folder."""
         return json.dumps(self.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -161,26 +161,26 @@ def _part(document: type[D], name: str, value: Mapping[str, Any]) -> D:
 
 
 def slug(text: str) -> str:
-    """The text with all characters replaced that some file system forbids in a name."""
+    """Return the text with underscores for all characters that some file system forbids in a name."""
     return re.sub(r"[^A-Za-z0-9._]+", "_", text).strip("._") or "_"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file in the folder of records that can't be read as one, and the reason."""
+    """A file in the folder of records that can't be read as a record, and the reason."""
 
     path: Path
     reason: str
 
 
 def file_stem(policy: str, capacity: int | None, cell_id: str, key: str) -> str:
-    """File name of a record without suffix."""
+    """Return the file name of a record without suffix."""
     words = [policy, *(f"c{c}" for c in [capacity] if c is not None)]
     return "-".join([*(slug(w) for w in words), cell_id[:8], key[:8]])
 
 
 def read(path: Path) -> Record | Problem:
-    """Read a record from its file. Never raises and never blocks, whatever the file is."""
+    """Read a record from its file. The function never raises and never blocks, whatever the file is."""
     try:
         reason = why_not_opened(path.stat(), _MAX_FILE_BYTES)
         if reason is not None:
@@ -194,7 +194,11 @@ def read(path: Path) -> Record | Problem:
 
 
 def parse(value: Any, path: Path) -> Record | Problem:
-    """A record from its JSON, whatever that is. path: of its file, for messages."""
+    """Return the record of a JSON value, or the problem of an invalid value.
+
+    Args:
+        path: path of the record's file, for messages.
+    """
     if not isinstance(value, dict) or type(value.get("version")) is not int:
         return Problem(path, "not a record")
     if value["version"] > RECORD_VERSION:
@@ -218,19 +222,19 @@ def parse(value: Any, path: Path) -> Record | Problem:
 
 
 def why_not_opened(status: os.stat_result, most_bytes: int) -> str | None:
-    """Why a file is not opened; reading a pipe, for example, would block."""
+    """Return the reason that a file is not opened, for example that reading a pipe would block; None if it can be opened."""
     if not stat.S_ISREG(status.st_mode):
         return "not a regular file"
     return f"larger than {most_bytes >> 20} MiB" if status.st_size > most_bytes else None
 
 
 def from_the_future(records: Iterable[Record], now: datetime.datetime) -> list[Record]:
-    """Records finished more than a day after `now`. Some clock was wrong, and they would hide newer records."""
+    """Return the records that finished more than a day after `now`. A clock was wrong, and such records hide newer records."""
     return [r for r in records if (then := parse_time(r.finished)) is not None and then > now + MAX_CLOCK_SKEW]
 
 
 def parse_time(text: str) -> datetime.datetime | None:
-    """A record's time; UTC if it names no zone, and None if it is not a time."""
+    """Return the time of a text, in UTC if the text names no zone; None if the text is not a time."""
     try:
         time = datetime.datetime.fromisoformat(text)
     except ValueError:
@@ -239,7 +243,7 @@ def parse_time(text: str) -> datetime.datetime | None:
 
 
 def newest(records: list[Record]) -> list[Record]:
-    """The newest record of each cell, in a stable order."""
+    """Return the newest record of each cell, in a stable order."""
     earliest = datetime.datetime.min.replace(tzinfo=datetime.UTC)
     by_cell: dict[str, Record] = {}
     for record in sorted(records, key=lambda r: (parse_time(r.finished) or earliest, r.key)):

@@ -1,4 +1,4 @@
-"""Contents of a record besides figures: the data, how and where it was measured, why it failed. Imports no torch."""
+"""Contents of a record besides figures: data, method, machine, and the error of a failed cell. Imports no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class KeepMap(Part):
 
 
 class AtOnce(Part):
-    """How many independent streams were read at once."""
+    """Number of independent streams that were read at once."""
 
     streams: Annotated[Positive, _MACHINES] = Field(description="at once")
 

@@ -19,13 +19,13 @@ from kvbench.harness.records.run_facts import RecordedTrace
 LOCK = ".running"  # lock file in a suite's folder during a run
 
 
-_ARRAYS = (".nll.npy", ".attention.npz", ".divergence.npy")  # traces with a number per token, which hardly get smaller
+_ARRAYS = (".nll.npy", ".attention.npz", ".divergence.npy")  # traces with a number per token, which hardly compress
 _EARLIEST = datetime.datetime.min.replace(tzinfo=datetime.UTC)
-FEED = "feed.json"  # lies beside the pages, so it may be in the folder of records; no record has this name
+FEED = "feed.json"  # stored with the pages, possibly in the folder of records; no record has this name
 
 
 class RecordStore:
-    """A folder of records, of either form or of both.
+    """A folder of records: a working folder, a published folder, or both in one.
 
     A working folder has a file per cell, `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`, with its trace beside it.
     A published folder has two files per suite, `<suite>.jsonl` and `<suite>.parquet` (`published.py`).
@@ -70,10 +70,10 @@ class RecordStore:
             raise UserError(f"{lock.parent}: can't be written to ({error.strerror})") from error
 
     def stamp(self, record: Record, now: datetime.datetime) -> str:
-        """The time to write into a finished record: now, or a second after the cell's latest record if that is later.
+        """Return the time for a finished record: now, or a second after the cell's latest record if that time is later.
 
         Raises:
-            UserError: another record of the cell lies more than a day in the future.
+            UserError: another record of the cell is dated more than a day in the future.
         """
         latest = now
         named = f"*-{record.cell_id[:8]}-*.json"
@@ -90,10 +90,10 @@ class RecordStore:
         return latest.isoformat(timespec="seconds")
 
     def write(self, record: Record, trace: Path | bytes | None = None, suffix: str = ".nll.npy") -> Path:
-        """Write a record atomically. Its trace comes first, so that no record lacks its trace.
+        """Write a record atomically. The trace is written first, so that no record lacks its trace.
 
         Args:
-            trace: the finished trace, a file that is moved here, or its content; None if there is none.
+            trace: the finished trace, either a file to be moved or its content; None if there is no trace.
 
         Raises:
             OSError: the folder can't be written to.
@@ -108,10 +108,10 @@ class RecordStore:
         return path
 
     def finished(self, record: Record, keep_map: str | None = None) -> Record | None:
-        """The stored record with the same cell and key, if it went well and its files still exist.
+        """Return the stored record with the same cell and key, if it succeeded and its files still exist; else None.
 
         Args:
-            keep_map: it must have a keep map of these steps, too; it need not when None.
+            keep_map: steps whose keep map the record must have; None requires no keep map.
         """
         path = self.path(record)
         for place, stored in ((path, read(path)), *self._published(record)):
@@ -130,10 +130,10 @@ class RecordStore:
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
         """Yield every record of the folder with its file, or the problem of that file, ordered by path.
 
-        The path of a published record names a line, such as `zoo.jsonl:17`. Its trace is found by the path's parent.
+        The path of a published record names a line, such as `zoo.jsonl:17`. `open_trace` takes the path's parent.
 
         Raises:
-            UserError: the folder is a file, and not that of a published suite.
+            UserError: the folder is a file other than the JSONL file of a published suite.
         """
         is_suite = self.folder.suffix == published.JSONL
         if self.folder.exists() and not (self.folder.is_dir() or is_suite):
@@ -146,23 +146,23 @@ class RecordStore:
                 yield path, read(path)
 
     def read_all(self) -> tuple[list[Record], list[Problem]]:
-        """Return all records, and the problems of all other files, ordered by path."""
+        """Return all records, and the problems of files that are no records, ordered by path."""
         contents = [content for _, content in self.files()]
         return [x for x in contents if isinstance(x, Record)], [x for x in contents if isinstance(x, Problem)]
 
 
 def publish(source: Path, target: Path, arrays: bool = False) -> dict[str, int]:
-    """Copy the records of a folder into a published one. Returns the number of new or changed records of each suite.
+    """Copy the records of a folder into a published folder. Return the number of new or changed records of each suite.
 
-    A record replaces one of the same cell and key that is not newer. Records of the same cell with other keys stay.
+    A record replaces a record of the same cell and key that is not newer. Records of the same cell with other keys stay.
 
     Args:
         source: folder of either form.
         target: published folder.
-        arrays: publish traces that hold a number per token, too (`.nll.npy`, `.attention.npz`, `.divergence.npy`).
+        arrays: whether to publish traces with a number per token, too (`.nll.npy`, `.attention.npz`, `.divergence.npy`).
 
     Raises:
-        UserError: a file is no record, or a trace is not what was measured.
+        UserError: a file is no record, or a trace has changed since the measurement.
         OSError: the target can't be written to.
     """
     changed: dict[Path, list[tuple[Path, Record]]] = {}
@@ -174,7 +174,11 @@ def publish(source: Path, target: Path, arrays: bool = False) -> dict[str, int]:
 
 
 def _publish_suite(path: Path, records: list[tuple[Path, Record]], arrays: bool) -> int:
-    """Merge records into the files of one suite; path: of its JSONL file."""
+    """Merge records into the files of one suite. Return the number of new or changed records.
+
+    Args:
+        path: path of the suite's JSONL file.
+    """
     known: dict[tuple[str, str], published.Published] = {}
     for place, record in RecordStore(path).files():
         if isinstance(record, Problem):
@@ -197,10 +201,10 @@ def _publish_suite(path: Path, records: list[tuple[Path, Record]], arrays: bool)
 
 
 def _content(record: Record, folder: Path) -> bytes | None:
-    """Return the content of a record's trace; None if there is none.
+    """Return the content of a record's trace; None if there is no trace.
 
     Raises:
-        UserError: it is not what was measured.
+        UserError: the trace can't be read, or has changed since the measurement.
     """
     trace = open_trace(record, folder)
     if trace is None or record.trace is None:
@@ -212,7 +216,7 @@ def _content(record: Record, folder: Path) -> bytes | None:
 
 
 def _is_whole(record: Record, folder: Path, keep_map: str | None) -> bool:
-    """Return whether a record's trace exists, and its keep map if one of these steps is needed."""
+    """Return whether a record's trace exists and, if `keep_map` names steps, a keep map of these steps."""
     if keep_map is not None:
         kept = record.facts.keep_map
         if kept is None or kept.steps != keep_map or not (folder / kept.file).exists():

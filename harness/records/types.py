@@ -20,7 +20,7 @@ Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 Number = Annotated[float, Field(ge=-1e18, le=1e18)]
 Amount = Annotated[float, Field(ge=0, le=1e18)]
 Duration = Annotated[float, Field(gt=0, le=1e18)]
-Nats = Annotated[float, Field(ge=-1e12, le=1e12)]  # of one token or summed
+Nats = Annotated[float, Field(ge=-1e12, le=1e12)]  # NLL of one token, or a sum over tokens
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 FileName = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f]*[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$", max_length=255)]
@@ -50,33 +50,38 @@ class BadRecordError(ValueError):
     """A record, or part of one, is invalid."""
 
     def __init__(self, place: tuple[Any, ...], problem: str) -> None:
-        """place: keys that lead to the invalid value; problem: what is wrong with it."""
+        """Create the error of an invalid value.
+
+        Args:
+            place: keys that lead to the value.
+            problem: reason that the value is invalid.
+        """
         super().__init__(f"{'.'.join(map(str, place)) or 'record'}: {problem}")
         self.place, self.problem = place, problem
 
     @classmethod
     def from_validation(cls, error: ValidationError) -> Self:
-        """The first of the mistakes that pydantic found."""
+        """Return the first mistake that pydantic reports."""
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         return cls(first["loc"], first["msg"])
 
     def inside(self, *parents: str) -> BadRecordError:
-        """Return this mistake with the keys of enclosing parts put before its place."""
+        """Return the same error with the keys of enclosing parts before its place."""
         return BadRecordError((*parents, *self.place), self.problem)
 
 
 class Part(BaseModel):
-    """Strict: no text in place of a number, no NaN. Unknown fields are kept; their numbers must be bounded."""
+    """Strictly validated part of a record: no text in place of a number, no NaN. Unknown fields with bounded numbers are kept."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True, populate_by_name=True)
     __pydantic_extra__: dict[str, Plain]
 
 
 def validate(model: type[M], value: Mapping[str, Any]) -> M:
-    """A pydantic model of a mapping.
+    """Return the pydantic model of a mapping.
 
     Raises:
-        BadRecordError: with the first mistake.
+        BadRecordError: the mapping is invalid. The message names the first mistake.
     """
     try:
         return model.model_validate(value)
@@ -85,7 +90,7 @@ def validate(model: type[M], value: Mapping[str, Any]) -> M:
 
 
 class Document(Part):
-    """A part of a record that writes back exactly the JSON it was read from: unknown keys, their order, 1 and not 1.0."""
+    """A part of a record that writes back exactly the JSON that was read: unknown keys, the order of keys, 1 and not 1.0."""
 
     _json: dict[str, Any] | None = PrivateAttr(None)
 
@@ -94,14 +99,14 @@ class Document(Part):
         """Validate a mapping.
 
         Raises:
-            BadRecordError: with the first mistake.
+            BadRecordError: the mapping is invalid. The message names the first mistake.
         """
         document = validate(cls, value)
         document._json = dict(value)
         return document
 
     def as_json(self) -> dict[str, Any]:
-        """Its JSON; don't change it."""
+        """Return the JSON of the part. The caller must not change it."""
         private = self.__pydantic_private__  # `self._json` takes ten times as long
         assert private is not None
         known: dict[str, Any] | None = private["_json"]
