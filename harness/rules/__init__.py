@@ -1,1 +1,1 @@
-"""The rules of the policy interface that can be checked without a model."""
+"""Rules of the policy interface that can be checked without a model."""

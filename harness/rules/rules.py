@@ -1,7 +1,7 @@
-"""The rules of the policy interface that can be checked without a model, in milliseconds.
+"""Rules of the policy interface that can be checked without a model, in milliseconds.
 
-A policy that breaks a rule would run and give wrong figures. So every user's policy is checked before a run;
-`bench policy check` checks it at several capacities.
+A policy that breaks a rule would run and give wrong figures. Every user's policy is therefore checked before a run;
+`bench policy check` checks a policy at several capacities.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvbench.policies import Policy
 
 CPU = torch.device("cpu")
 _CAPACITY_OF_DENSE = 16  # tokens in the caches shown to a policy that never evicts
-_COMPARED = 2**12  # tokens in the caches shown to a policy that compares slots, but for one view at its capacity
+_COMPARED = 2**12  # tokens in the caches shown to a policy that compares slots, except one view at its capacity
 _MAX_STEPS = 64
 _MAX_SLOTS_OF_ALL_STEPS = 2**17
 _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
@@ -40,10 +40,10 @@ _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
 class RuleResult:
     """The result of checking one rule."""
 
-    rule: str  # what the interface demands
-    problem: str = ""  # what is wrong with the policy; empty if nothing
-    note: str = ""  # why the rule was not checked; empty if it was
-    error: Exception | SystemExit | None = None  # what the policy raised, if anything
+    rule: str  # requirement of the interface
+    problem: str = ""  # violation of the rule; empty if the policy follows it
+    note: str = ""  # reason that the rule was not checked; empty if it was
+    error: Exception | SystemExit | None = None  # error that the policy raised, if any
 
     @property
     def ok(self) -> bool:
@@ -56,8 +56,8 @@ class Case:
     """A policy at one capacity."""
 
     policy: Policy  # bound to the capacity, if it evicts
-    unbound: Policy  # the policy before that
-    capacity: int  # of the caches that it is shown
+    unbound: Policy  # the policy before it was bound
+    capacity: int  # capacity of the caches shown to the policy
     device: torch.device = CPU
 
     @property
@@ -81,12 +81,12 @@ def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Ca
 
 
 def tried(rules: Iterable[Rule], on: Case, before: Sequence[RuleResult] = ()) -> list[RuleResult]:
-    """Check rules on a policy. An error that it raised before, as results in `before` say, is not reported again."""
+    """Check rules on a policy. An error of the policy that the results in `before` report is not reported again."""
     findings: list[RuleResult] = []
     reported = {f.problem for f in before if f.error is not None}
     for name, test in rules:
         try:
-            with torch.inference_mode():  # like in a run
+            with torch.inference_mode():  # as in a run
                 findings.append(RuleResult(name, test(on)))
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
             problem = f"it raised {described(error)}"
@@ -106,10 +106,10 @@ def cheap_findings(on: Case) -> list[RuleResult]:
 
 
 def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[RuleResult]:
-    """The rules of this module that an unbound policy breaks at a capacity (None: it never evicts).
+    """Return the rules of this module that an unbound policy breaks at a capacity (None: it never evicts).
 
-    At most `LARGEST` is checked. A policy that compares slots meets one such large cache, and every rule at a smaller one,
-    because what it does can cost much more than its slots.
+    The largest capacity checked is `LARGEST`. A policy that compares slots is shown one cache at its capacity, and is checked
+    against all rules at a smaller capacity, because its cost can grow faster than the number of slots.
     """
     if not policy.caches:  # its importance is never used
         return []
@@ -126,7 +126,7 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
 
 
 def _smaller(on: Case) -> Case | None:
-    """Return the case at a capacity where all rules are cheap to check; None if it has one already, or can't take it."""
+    """Return the case at a capacity where all rules are cheap to check; None if it is cheap already, or can't be bound there."""
     if on.policy.scope == "slot" or on.capacity <= _COMPARED:
         return None
     try:
@@ -161,7 +161,7 @@ def _shape(on: Case) -> str:
 
 
 def _at_capacity(on: Case) -> str:
-    """Checks one random full cache."""
+    """Check one random full cache."""
     view = random_view(on.policy, on.capacity, on.device)
     out = on.policy.importance(view)
     if out.shape != view.rank.shape or out.dtype != torch.float32:
@@ -193,7 +193,7 @@ def _deterministic(on: Case) -> str:
 
 
 def _finite(on: Case) -> str:
-    """Checks random caches, and those that result from the policy's own choices."""
+    """Check random caches, and caches that result from the policy's own choices."""
     views = [random_view(on.policy, on.capacity, on.device, seed) for seed in range(2)]
     if any(on.policy.importance(view).isnan().any() for view in views):
         return "there is a NaN"
@@ -210,7 +210,7 @@ def _finite(on: Case) -> str:
 
 
 def _later(on: Case) -> str:
-    """Checks the first caches that result from the policy's own choices, moved far into a stream."""
+    """Check the first caches that result from the policy's own choices, shifted far into a stream."""
     if _finite(on):
         return ""  # already reported
     views = list(cache_over_steps(on.policy, on.capacity, min(2, on.steps), on.device)) if on.policy.evicts else []
@@ -227,7 +227,7 @@ def _later(on: Case) -> str:
 
 
 def _scope(on: Case) -> str:
-    """Permutes the slots, and changes what is outside the scope. Neither may change the importance."""
+    """Check that the importance does not change if slots are permuted or if values outside the scope change."""
     policy, scope = on.policy, on.policy.scope
     view, other = (random_view(policy, on.capacity, on.device, seed) for seed in (0, 1))
     plain = policy.importance(view)

@@ -15,13 +15,13 @@ from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic,
 
 LARGEST = 2**17  # tokens
 _STREAMS, _HEADS, _GROUP = 2, 3, 2
-_DIM, _DIM_OF_LARGE, _LARGE_SLOTS = 8, 2, 4096  # caches with more slots have smaller heads, to save memory
+_DIM, _DIM_OF_LARGE, _LARGE_SLOTS = 8, 2, 4096  # caches with more than `_LARGE_SLOTS` slots have smaller heads, to save memory
 
 
 def random_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
-    """A full cache with random tokens of a stream 2.5 times as long, in random slots, with statistics after three steps.
+    """Return a full cache with random tokens of a stream 2.5 times as long, in random slots, with statistics after three steps.
 
-    It has `capacity + 1` slots; `seed` is that of all random numbers.
+    The cache has `capacity + 1` slots.
     """
     draw = torch.Generator().manual_seed(seed)
     newest = capacity + capacity * 3 // 2
@@ -30,7 +30,7 @@ def random_view(policy: Policy, capacity: int, device: torch.device, seed: int =
 
 
 def first_full_view(policy: Policy, capacity: int, device: torch.device) -> CacheView:
-    """A cache that has just become full, so it holds every token so far."""
+    """Return a cache that has just become full, and therefore holds every token of the stream."""
     kept = torch.arange(capacity + 1).expand(_STREAMS * _HEADS, -1)
     return _view(policy, kept, capacity, device, torch.Generator().manual_seed(0))
 
@@ -43,7 +43,7 @@ def later(view: CacheView, tokens: int) -> CacheView:
 
 
 def _view(policy: Policy, kept: Tensor, newest: int, device: torch.device, draw: torch.Generator) -> CacheView:
-    """A cache that holds the positions `kept`, oldest first. [B * H, S] int64."""
+    """Return a cache that holds the positions `kept`, oldest first. [B * H, S] int64."""
     slots = kept.shape[1]
     rank = torch.stack([torch.randperm(slots, generator=draw) for _ in kept])
     position = kept.take_along_dim(rank, 1)
@@ -60,7 +60,7 @@ def _view(policy: Policy, kept: Tensor, newest: int, device: torch.device, draw:
 
 
 def first_state(statistic: Statistic, view: CacheView) -> Tensor:
-    """A statistic of the tokens in a view before any attention. [B, H, S, *k] float32, or [B, H, *k] float64."""
+    """Return a statistic of the tokens in a view before any attention. [B, H, S, *k] float32, or [B, H, *k] float64."""
     dim, written = view.keys.shape[-1], statistic.written(_written(view))
     shape = statistic.shape(HeadSizes(_GROUP, dim, dim))
     if statistic.per == "slot":
@@ -71,14 +71,14 @@ def first_state(statistic: Statistic, view: CacheView) -> Tensor:
 
 
 def _written(view: CacheView) -> Written:
-    """The tokens of a view, as they were when they were written."""
+    """Return the tokens of a view in the form in which they were written to the cache."""
     heads, dim = view.keys.shape[1], view.keys.shape[-1]
     output = torch.linspace(-1, 1, dim, device=view.keys.device).expand(heads, _GROUP, 4, dim)
     return Written(view.keys, view.values, view.position, view.position % 64, view.rotate, output)
 
 
 def attention(view: CacheView, draw: torch.Generator) -> Attention:
-    """A step with random queries."""
+    """Return a step with random queries."""
     group = (*view.rank.shape[:2], _GROUP)
     logits = torch.rand(*group, view.rank.shape[2], generator=draw).to(view.rank.device)
     queries, outputs = (torch.randn(*group, x.shape[-1], generator=draw).to(view.keys) for x in (view.keys, view.values))
@@ -86,12 +86,12 @@ def attention(view: CacheView, draw: torch.Generator) -> Attention:
 
 
 def updated(view: CacheView, step: Attention) -> dict[Statistic, Tensor]:
-    """The view's statistics after a step."""
+    """Return the view's statistics after a step."""
     return {s: s.update(x, step, view) if s.sees else x for s, x in view.states.items()}
 
 
 def cache_over_steps(policy: Policy, capacity: int, steps: int, device: torch.device) -> Iterator[CacheView]:
-    """Full caches that result from a bound policy's own choices, for `steps` new tokens from the first eviction on.
+    """Yield full caches that result from a bound policy's own choices, for `steps` new tokens from the first eviction on.
 
     The views are copies, which the policy may change.
     """
@@ -106,7 +106,7 @@ def cache_over_steps(policy: Policy, capacity: int, steps: int, device: torch.de
 
 
 def _replaced(view: CacheView, victim: Tensor, capacity: int, draw: torch.Generator) -> CacheView:
-    """The view with the next token in its victim's slot. victim: [B, H, 1] int64."""
+    """Return the view with the next token in the slot of the evicted token. victim: slot to evict. [B, H, 1] int64."""
     new, freed = copy.copy(view), torch.zeros_like(view.rank, dtype=torch.bool).scatter(-1, victim, True)
     younger = view.rank > view.rank.take_along_dim(victim, -1)
     new.rank = (view.rank - younger.long()).masked_fill(freed, capacity)
@@ -124,7 +124,7 @@ def _replaced(view: CacheView, victim: Tensor, capacity: int, draw: torch.Genera
 
 
 def mapped(view: CacheView, change: Callable[[Tensor], Tensor]) -> CacheView:
-    """The view with `change` applied to every tensor that has a slot axis."""
+    """Return the view with `change` applied to every tensor that has a slot axis."""
     new = copy.copy(view)
     for name in ("rank", "position", "keys", "values"):
         setattr(new, name, change(getattr(view, name)))
@@ -133,7 +133,7 @@ def mapped(view: CacheView, change: Callable[[Tensor], Tensor]) -> CacheView:
 
 
 def mixed(view: CacheView, other: CacheView, keep: tuple[slice, ...]) -> CacheView:
-    """`other`, with the part `keep` of every tensor taken from `view`."""
+    """Return `other` with the part `keep` of every tensor taken from `view`."""
 
     def part(mine: Tensor, theirs: Tensor) -> Tensor:
         out = theirs.clone()

@@ -1,4 +1,4 @@
-"""Reads suites: checks their YAML, multiplies out its lists into cells, and reports mistakes with their line."""
+"""Reading of suites: check the YAML, expand its lists into cells, and report mistakes with their line."""
 
 from kvbench.harness.suite.cells import Cell, cell_from_spec, find, labels, load, shipped_suites, with_references
 from kvbench.harness.suite.editor_schema import schema

@@ -1,4 +1,4 @@
-"""The axes of a cell that have several notations in a suite: `capacity`, `evict` (when) and `kv` (how K and V are stored)."""
+"""Axes of a cell that have several notations in a suite: `capacity`, `evict` (time of eviction) and `kv` (codec of K and V)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from kvbench.harness.core.errors import LARGEST_INTEGER, did_you_mean
 from kvbench.harness.core.evict import By, Evict, Pages, Worth
 from kvbench.harness.suite.text import spread
 
-Budget = int | dict[str, Any]  # tokens, {"share": of the prompt} or {"bytes": of one stream}; with "count" of what
+Budget = int | dict[str, Any]  # tokens, {"share": of the prompt} or {"bytes": of one stream}; "count" says which bytes count
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def multiplied(value: Any) -> list[Any]:
-    """The values of an axis: the items of a list, and lists inside a mapping multiplied out."""
+    """Return the values of an axis: the items of a list, with lists inside mappings expanded."""
     items = value if isinstance(value, list) else [value]
     return [one for item in items for one in (_spread(item) if isinstance(item, dict) else [item])]
 
 
 def _spread(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Multiply out the lists in a mapping, and those in mappings inside it."""
+    """Expand the lists in a mapping and in the mappings inside it."""
     yield from spread({k: multiplied(v) if isinstance(v, dict) else v for k, v in mapping.items()})
 
 
 def evict_from(value: Any) -> Evict:
-    """When tokens are evicted, from a suite's notation: `step`, `prompt`, `{every: TOKENS}` or `{pages: TOKENS}`.
+    """Parse a suite's `evict`: `step`, `prompt`, `{every: TOKENS}` or `{pages: TOKENS}`.
 
     Raises:
-        PydanticCustomError: it is none of them.
+        PydanticCustomError: the value has none of these forms.
     """
     if value == "prompt":
         return "prompt"
@@ -50,7 +50,7 @@ def evict_from(value: Any) -> Evict:
 
 
 def _pages_from(value: dict[str, Any]) -> Pages:
-    """The pages in `{pages: 16, by: union, worth: mean}`."""
+    """Parse the page settings `{pages: 16, by: union, worth: mean}`."""
     _refuse_unknown("evict", value, ("pages", "by", "worth"), "pages have no")
     if not _is_whole(value["pages"]):
         raise PydanticCustomError("evict", "pages is a number of tokens, at least 1")
@@ -61,10 +61,10 @@ def _pages_from(value: dict[str, Any]) -> Pages:
 
 
 def kv_from(value: Any) -> Codec | None:
-    """How K and V are stored, from a suite's notation: `dtype`, `int4`, or a mapping such as `{codec: int4, group: 32}`.
+    """Parse a suite's `kv`: `dtype`, a codec such as `int4`, or a mapping such as `{codec: int4, group: 32}`.
 
     Raises:
-        PydanticCustomError: it is none of them.
+        PydanticCustomError: the value has none of these forms.
     """
     if value is None or value == "dtype":
         return None
@@ -89,19 +89,19 @@ def kv_from(value: Any) -> Codec | None:
 
 
 def _refuse_unknown(axis: LiteralString, given: Iterable[Any], known: Sequence[str], what: str) -> None:
-    """Refuse names that don't exist."""
+    """Refuse names that are not known. `what` is the beginning of the message."""
     for name in given:
         if name not in known:
             raise PydanticCustomError(axis, f"{what} '{name}'{did_you_mean(str(name), known)}")
 
 
 def budget_from(value: Any) -> Budget | None:
-    """A capacity from a suite's notation: tokens, `{share: 0.25}` or `{bytes: 1MiB}`, perhaps with `count: all`.
+    """Parse a suite's `capacity`: tokens, `{share: 0.25}` or `{bytes: 1MiB}`, optionally with `count: all`.
 
-    The bytes become an integer, and `count` says `kv` where it is left out.
+    The result has the bytes as an integer, and `count: kv` by default.
 
     Raises:
-        PydanticCustomError: it is none of them.
+        PydanticCustomError: the value has none of these forms.
     """
     if value is None or _is_whole(value):
         return None if value is None else int(value)
@@ -124,10 +124,10 @@ def budget_from(value: Any) -> Budget | None:
 
 
 def size_in_bytes(value: Any) -> int:
-    """The bytes of a size such as 65536, 64KiB or 1.5MiB.
+    """Parse a size such as 65536, 64KiB or 1.5MiB. Return its bytes.
 
     Raises:
-        PydanticCustomError: it is none.
+        PydanticCustomError: the value is no size.
     """
     match = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?) ?([A-Za-z]*)", str(value)) if not isinstance(value, (bool, float)) else None
     size = 0 if match is None else int(Fraction(match[1]) * _UNITS.get(match[2], 0))
@@ -141,7 +141,7 @@ def _is_whole(value: Any, least: int = 1) -> bool:
 
 
 def _checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """A validator of every value of an axis, which leaves the axis as it is."""
+    """Return a validator that checks every value of an axis and leaves the axis unchanged."""
 
     def validate(value: Any) -> Any:
         for one in multiplied(value):

@@ -1,6 +1,6 @@
-"""Loads suites: checks the YAML, reports mistakes with their line, and multiplies out its lists into cells.
+"""Loading of suites: check the YAML, report mistakes with their line, and expand its lists into cells.
 
-A list of capacities, moments of eviction, seeds, models or values of any policy parameter gives one cell per item.
+A list of capacities, times of eviction, seeds, models or values of any policy parameter gives one cell per item.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Cell:
     suite_version: int
     model: ModelSpec
     task: Any  # the task's options
-    name: str  # of the policy, as the suite has it
+    name: str  # name of the policy in the suite
     policy: Policy
     capacity: int | None
     positions: PositionMode
     limit: int | None
     seed: int
     evict: Evict = 1
-    kv: Codec | None = None  # how K and V are stored; None: in the model's dtype
-    place: str = field(default="", compare=False)  # of its policy in a suite's file, for messages
-    resources: Resources = field(default=Resources(), compare=False)  # of a worker that measures it
+    kv: Codec | None = None  # codec of stored K and V; None: the model's dtype
+    place: str = field(default="", compare=False)  # place of the policy in the suite's file, for messages
+    resources: Resources = field(default=Resources(), compare=False)  # resources of a worker that measures the cell
 
     def as_json(self) -> dict[str, Any]:
-        """The cell as its record keeps it, with every default filled in but those of axes and parameters added since."""
+        """Return the form that records keep. All defaults are filled in, except those of axes and parameters added later."""
         bound = self.policy if self.capacity is None else self.policy.bind(self.capacity)
         added: dict[str, Any] = {} if self.evict == 1 else {"evict": evict_as_json(self.evict)}
         added |= {} if self.kv is None else {"kv": self.kv.as_json()}
@@ -81,18 +81,18 @@ class Cell:
 
     @property
     def workload(self) -> Workload:
-        """Sizes of its work."""
+        """Sizes of the cell's work."""
         work: Workload = plugins.task_class(self.task.name).workload(self.task)
         return work
 
     @property
     def reference(self) -> Cell | None:
-        """The cell whose record its task needs while this one is measured; None if it needs none, or is such a cell itself."""
+        """Cell whose record the task needs while this cell is measured; None without such a need, or for a reference itself."""
         name = self.workload.reference
         if name is None or (self.name == name and self.kv is None):
             return None
         policy = policy_from(name, {})
-        if policy.evicts and self.capacity is None:  # nothing bounds this one, so there is nothing to compare
+        if policy.evicts and self.capacity is None:  # this cell is unbounded, so no reference has its capacity
             return None
         capacity = self.capacity if policy.evicts else None
         return replace(
@@ -101,7 +101,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """A short name for people."""
+        """Short name for messages and progress."""
         parts = [self.name, *(str(c) for c in [self.capacity] if c is not None), *evict_words(self.evict)]
         parts += [self.positions] if self.positions != "cache" else []
         parts += [str(self.kv)] if self.kv else []
@@ -109,11 +109,11 @@ class Cell:
 
     @property
     def most_kept(self) -> int | None:
-        """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
+        """Largest number of tokens that a KV head keeps between steps, on average; None if unbounded."""
         return None if self.capacity is None or self.evict == "prompt" else self.capacity + at_once(self.evict) - 1
 
     def kv_bytes(self, shape: ModelShape) -> int:
-        """The most bytes of K and V that the cell holds, over all streams that must be read at once."""
+        """Return the largest number of bytes of K and V that the cell holds, over all streams that must be read at once."""
         if not holds_kv(self.policy):
             return 0
         work, itemsize = self.workload, getattr(torch, self.model.dtype).itemsize
@@ -121,7 +121,7 @@ class Cell:
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
-    """Short names by cell id, extended by the models, parameters and task options that differ between these cells."""
+    """Return short names by cell id, extended by the models, parameters and task options that differ between the cells."""
     specs = [cell.as_json() for cell in cells]
     tasks: dict[str, list[int]] = defaultdict(list)  # indices of the cells with each task
     rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # indices of the cells with each policy and capacity
@@ -142,7 +142,7 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _varying(mappings: Iterable[dict[str, Any]]) -> list[str]:
-    """The keys whose values differ between these mappings."""
+    """Return the keys whose values differ between these mappings."""
     values_of: dict[str, set[str]] = {}
     for mapping in mappings:
         for name, value in mapping.items():
@@ -151,10 +151,10 @@ def _varying(mappings: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def find(name: str) -> Path:
-    """The file of a suite, given its path or the name of a bundled one.
+    """Return the file of a suite, given its path or the name of a bundled suite.
 
     Raises:
-        UserError: it is neither.
+        UserError: `name` is neither.
     """
     path = Path(name)
     if path.exists() and not path.is_dir():
@@ -166,16 +166,16 @@ def find(name: str) -> Path:
 
 
 def shipped_suites() -> list[Path]:
-    """The suites that come with the project, in the checkout or the installed package."""
+    """Return the files of the suites that come with the project, in the checkout or the installed package."""
     folder = Path(__file__).resolve().parents[2] / "suites"  # beside `harness`, in the checkout as in the wheel
     return sorted(folder.glob("*.yaml"))
 
 
 def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, list[Cell]]:
-    """Read and check a suite, and multiply out its lists into cells.
+    """Read and check a suite, and expand its lists into cells.
 
     Raises:
-        UserError: describes the first mistake, with its line.
+        UserError: the suite has a mistake. The message names the first one with its line.
     """
     source = Source(path)
     apply(source, overrides or Overrides())
@@ -203,10 +203,10 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
 
 
 def _unique(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells, each once.
+    """Return the cells without duplicates.
 
     Raises:
-        UserError: two have the same id, but a user's policy, task or model of another file, since ids leave out folders.
+        UserError: two cells have the same id, but their policy, task or model is in different files. Ids leave out folders.
     """
     known: dict[str, Cell] = {}
     for cell in cells:
@@ -220,14 +220,14 @@ def _unique(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def _sources(cell: Cell) -> list[tuple[str, object]]:
-    """What the names of a cell's policy, task and model stand for on this machine."""
+    """Return the policy class, task class and model path that a cell's names refer to on this machine."""
     model = cell.model.id
     task = plugins.task_class(cell.task.name)
     return [(cell.name, type(cell.policy)), (cell.task.name, task), (model, Path(model).expanduser().resolve())]
 
 
 def with_references(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells, each after its reference, which is added if it is not among them."""
+    """Return the cells, each after its reference. Missing references are added."""
     given = {cell.id: cell for cell in cells}
     ordered: dict[str, Cell] = {}
     for cell in given.values():
@@ -239,7 +239,7 @@ def with_references(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> None:
-    """Refuse a task for moments of eviction that no policy of the suite has, which would silently measure `dense` alone."""
+    """Refuse a task whose times of eviction no policy of the suite has. The task would silently measure `dense` alone."""
     moments = [entry.evict for entry in entries if entry.policy.evicts and entry.policy.caches]
     if task.evicts is not None and moments and not set(task.evicts) & set(moments):
         theirs, its = (", ".join(dict.fromkeys(str(evict_as_json(m)) for m in x)) for x in (moments, task.evicts))
@@ -249,7 +249,11 @@ def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> 
 
 
 def _bounded(values: Iterable[T], path: Path) -> list[T]:
-    """The values as a list, unless there are too many."""
+    """Return the values as a list.
+
+    Raises:
+        UserError: more than `MAX_CELLS` values.
+    """
     bounded = list(itertools.islice(values, MAX_CELLS + 1))
     if len(bounded) > MAX_CELLS:
         raise UserError(f"{path}: more than {MAX_CELLS:,} cells, because its lists multiply; make them shorter")
@@ -257,9 +261,10 @@ def _bounded(values: Iterable[T], path: Path) -> list[T]:
 
 
 def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
-    """The cell of a record, to measure it again.
+    """Return the cell of a record, to measure it again.
 
-    `model` says where a local model is now.
+    Args:
+        model: present path of a local model.
 
     Raises:
         UserError: this version can't run the cell, or its policy or task is in a user's file, which records don't keep.
@@ -301,13 +306,13 @@ def _position_mode(name: str) -> PositionMode:
 
 
 class _TaskEntry(NamedTuple):
-    """A task, and what it is for."""
+    """A task, and the policies and times of eviction to measure it with."""
 
     task: type[Any]  # a `Task`
     options: Options
-    policies: list[str] | None  # names; None: all
-    evicts: list[Evict] | None  # None: all
-    location: Location  # in the suite's file
+    policies: list[str] | None  # names of policies; None: all
+    evicts: list[Evict] | None  # times of eviction; None: all
+    location: Location  # location in the suite's file
 
     def is_for(self, entry: Entry) -> bool:
         """Whether an entry of the suite's policies is measured in this task."""
@@ -318,7 +323,7 @@ class _TaskEntry(NamedTuple):
 
 
 def _tasks(given: dict[str, Any], source: Source, location: Location) -> Iterator[_TaskEntry]:
-    """The tasks of an entry, its lists multiplied out."""
+    """Yield the tasks of an entry, with its lists expanded."""
     only = given.get("policies")
     if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
         raise source.error((*location, "policies"), "a list of the names of policies")
@@ -355,10 +360,10 @@ def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, s
 
 
 def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> int | None:
-    """The capacity of a cell, in tokens.
+    """Return the capacity of a cell, in tokens; None if the entry has no budget.
 
     Raises:
-        UserError: it can't be known, the policy can't serve it, or the task can't be measured with this moment of eviction.
+        UserError: the capacity can't be computed, the policy can't serve it, or the task refuses this time of eviction.
     """
     work = given.task.workload(given.options)
     if entry.evict == "prompt" and (work.not_after_prompt or work.prompt == 0):

@@ -1,4 +1,4 @@
-"""The JSON schema of suite files, for editors."""
+"""JSON schema of suite files, for editors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.policies import Policy
 
 _OWN = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
-_INSIDE = "policy_inside"  # definition of a policy that another one holds
+_INSIDE = "policy_inside"  # definition of a policy inside another policy
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of suite files, with the available policies and tasks and their options."""
+    """Return the JSON schema of suite files, with the available policies and tasks and their options."""
     policies = plugins.working_policies()
     tasks = [task.options.model_json_schema() for task in plugins.working_tasks().values()]
     models = [ModelSpec.model_json_schema()]
@@ -41,7 +41,7 @@ def schema() -> dict[str, Any]:
 
 
 def _entry(name: str, kind: type[Policy], fields: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a policy's entry."""
+    """Return the schema of a policy's entry."""
     held = {k: {"$ref": f"#/$defs/{_INSIDE}"} for k in policy_fields(kind)}
     properties = {k: _or_list(v) for k, v in (fields.get("properties", {}) | held).items()}
     known = {"name": {"const": name}} | properties
@@ -49,5 +49,5 @@ def _entry(name: str, kind: type[Policy], fields: dict[str, Any]) -> dict[str, A
 
 
 def _or_list(one: dict[str, Any]) -> dict[str, Any]:
-    """A schema that accepts a value or a list of them."""
+    """Return a schema that accepts a value or a list of values."""
     return {"anyOf": [one, {"type": "array", "items": one}]}

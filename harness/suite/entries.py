@@ -1,4 +1,4 @@
-"""The entries of a suite's policies: their parameters, the policies inside them, and their axes, budgets in tokens included."""
+"""Entries of a suite's policies: parameters, policies inside, axes, and budgets converted to tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from kvbench.policies import Policy, PositionMode
 
 @dataclass(frozen=True)
 class Entry:
-    """Policy with its axes, before it is combined with a model and a task.
+    """A policy with its axes, before it is combined with a model and a task.
 
     Attributes:
-        name: of the policy, as the suite has it.
-        policy: not yet bound to a capacity.
-        budget: its capacity, as the suite has it; None if it takes none.
-        blamed: place to name if the policy can't serve the capacity.
+        name: name of the policy in the suite.
+        policy: policy that is not yet bound to a capacity.
+        budget: capacity in the suite's notation; None if the policy takes none.
+        blamed: location that a message names if the policy can't serve the capacity.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Entry:
         """Check that the policy can serve a capacity.
 
         Raises:
-            UserError: it can't, or a user's policy fails.
+            UserError: the policy can't serve the capacity, or a user's policy raises an error.
         """
         pages = pages_of(self.evict)
         try:
@@ -68,10 +68,10 @@ class Entry:
 
 
 def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
-    """The entries that one of the suite's policies stands for, its lists multiplied out.
+    """Yield the entries of one of the suite's policies, with its lists expanded.
 
     Raises:
-        UserError: describes the first mistake, with its line.
+        UserError: the entry has a mistake. The message names the first one with its line.
     """
     location: Location = ("policies", index)
     name, kind, given = _named(suite.policies[index], source, location)
@@ -110,17 +110,17 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
 
 
 def capacity_of(entry: Entry, budget: dict[str, Any], model: ModelSpec, prompt: int | None) -> int:
-    """Tokens per KV head kept between steps, of a budget in shares of the prompt or in bytes of one stream.
+    """Convert a budget to a capacity, in tokens per KV head kept between steps.
 
-    A share is one of the bytes that K and V of the prompt take in the model's dtype; bytes are those of slots, and evicting `b`
-    tokens at once needs `capacity + b`. The bytes of a codec are those of codes and scales, and of the exempt tokens. With
-    `count: all`, ranks, positions and statistics count, too.
+    A budget is a share of the bytes of the prompt's K and V in the model's dtype, or the bytes of the slots of one stream. A
+    cache that evicts `b` tokens at once needs `capacity + b` slots. The bytes of a codec include codes, scales and exempt tokens.
+    With `count: all`, the bytes of ranks, positions and statistics count, too.
 
     Args:
-        prompt: length of the task's prompts, if they have one.
+        prompt: common length of the task's prompts in tokens; None if there is none.
 
     Raises:
-        ValueError: it can't be known, or is less than one token.
+        ValueError: the capacity can't be computed, or is less than one token.
     """
     by_tokens = "share" in budget and entry.kv is None and budget["count"] == "kv"
     tokens = _of_prompt(budget["share"], prompt) if by_tokens else _of_bytes(entry, budget, model, prompt)
@@ -170,7 +170,7 @@ def _shape(model: str, revision: str | None, gguf_file: str | None) -> ModelShap
 
 
 def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
-    """The fields of this policy's entry in a suite: its parameters and the axes that apply to it."""
+    """Return the fields of a policy's entry in a suite: its parameters and the axes that apply to it."""
     if issubclass(policy, Contestant):
         return parameter_schema(name, policy)
     axes: dict[str, Any] = {"seed": (int, 0)}
@@ -186,19 +186,19 @@ def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
 
 
 def parameter_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
-    """The fields of this policy inside another one: its parameters."""
+    """Return the fields of a policy inside another policy: its parameters."""
     return _model(f"{name}_inside", _parameter_fields(policy))
 
 
 def policy_with(name: str, kind: type[Policy], parameters: Mapping[str, Any], option: str) -> Policy:
-    """The policy with these parameters, held to the rules for an entry of a suite.
+    """Return the policy with these parameters, which are validated like an entry of a suite.
 
     Args:
-        parameters: by name. A policy inside is an instance, a name, or a mapping with a name.
-        option: that gave the parameters, for messages.
+        parameters: parameters by name. A policy inside is an instance, a name, or a mapping with a name.
+        option: option of the command line that gave the parameters, for messages.
 
     Raises:
-        UserError: describes the first mistake.
+        UserError: a parameter is invalid. The message names the first mistake.
     """
     source, given = Settings(option), dict(parameters)
     try:
@@ -215,10 +215,10 @@ def policy_with(name: str, kind: type[Policy], parameters: Mapping[str, Any], op
 
 
 def policies_from(holder: type[Policy], value: Any, source: Source, location: Location) -> Iterator[Policy]:
-    """The policies that a parameter stands for: a name, or a mapping with a name and parameters, its lists multiplied out.
+    """Yield the policies that a parameter describes by a name, or by a mapping with a name and parameters, lists expanded.
 
     Raises:
-        UserError: describes the first mistake, with its line.
+        UserError: the parameter has a mistake. The message names the first one with its line.
     """
     listed = isinstance(value, list)
     for place, item in [((*location, i), v) for i, v in enumerate(value)] if listed else [(location, value)]:
@@ -234,10 +234,10 @@ def policies_from(holder: type[Policy], value: Any, source: Source, location: Lo
 
 
 def _named(entry: Any, source: Source, location: Location) -> tuple[str, type[Policy], dict[str, Any]]:
-    """Name and class of the policy of an entry, and everything else that the entry says.
+    """Return name and class of an entry's policy, and the entry's other keys.
 
     Raises:
-        UserError: it has no name, or there is no such policy.
+        UserError: the entry has no name, or no policy has that name.
     """
     if not isinstance(entry, (str, dict)):
         raise source.error(location, f"expected a policy's name or a mapping with its name, not {repr(entry)[:60]}")
@@ -252,7 +252,7 @@ def _named(entry: Any, source: Source, location: Location) -> tuple[str, type[Po
 
 
 def _spread(kind: type[Policy], given: dict[str, Any], source: Source, location: Location) -> Iterator[dict[str, Any]]:
-    """Multiply out the lists of an entry, those inside its axes and the policies it holds included."""
+    """Expand the lists of an entry, including lists inside its axes and inside the policies it holds."""
     held = policy_fields(kind)
     policies = {k: list(policies_from(kind, v, source, (*location, k))) for k, v in given.items() if k in held and v is not None}
     axes = {k: multiplied(v) for k, v in given.items() if k in ("capacity", "evict", "kv")}
@@ -261,7 +261,7 @@ def _spread(kind: type[Policy], given: dict[str, Any], source: Source, location:
 
 
 def _tuples(value: list[Any]) -> list[tuple[Any, ...]]:
-    """The values of a parameter that is a sequence itself: a list is one, a list of lists several."""
+    """Return the values of a parameter that is a sequence. A list is one value, a list of lists several."""
     several = bool(value) and all(isinstance(item, list) for item in value)
     return [tuple(item) for item in value] if several else [tuple(value)]
 
@@ -278,7 +278,7 @@ def _built(
 
 
 def _values(fields: BaseModel) -> dict[str, Any]:
-    """The fields by name. `dict(fields)` would call a parameter that is named `keys`."""
+    """Return the fields by name. `dict(fields)` would call a parameter that is named `keys`."""
     return {name: getattr(fields, name) for name in type(fields).model_fields}
 
 
@@ -299,7 +299,7 @@ _Held = Annotated[Any, PlainValidator(_policy), WithJsonSchema({"type": ["string
 
 
 def _parameter_fields(policy: type[Policy]) -> dict[str, Any]:
-    """The parameters as fields of a pydantic model."""
+    """Return the parameters as fields of a pydantic model."""
     hints = typing.get_type_hints(policy)
     for name in policy_fields(policy):
         hints[name] = _Held | None if type(None) in typing.get_args(hints[name]) else _Held
@@ -307,7 +307,7 @@ def _parameter_fields(policy: type[Policy]) -> dict[str, Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """A parameter's default. That of a policy is made on demand, because it has no JSON."""
+    """Return a parameter's default. A default that is a policy is created on demand, because it has no JSON."""
     if field.default_factory is not dataclasses.MISSING:
         return Field(default_factory=field.default_factory)
     if isinstance(field.default, Policy):

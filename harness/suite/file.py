@@ -1,4 +1,4 @@
-"""The fields of a suite file, as pydantic models."""
+"""Fields of a suite file, as pydantic models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelSpec(BaseModel):
         return self
 
     def as_json(self) -> dict[str, Any]:
-        """The fields for a record, with the bare name of a local directory or file."""
+        """Return the fields for a record, with the bare name of a local directory or file."""
         local = Path(self.id).expanduser()
         name = local.resolve().name if local.exists() else self.id
         file = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
@@ -48,7 +48,7 @@ class ModelSpec(BaseModel):
 
 
 class Resources(BaseModel):
-    """Resources that each worker of a run needs. They change no figure, so they enter no cell id."""
+    """Resources that each worker of a run needs. Resources change no figure and are not part of cell ids."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -16,7 +16,7 @@ from kvbench.harness.suite.text import Source, items, yaml_value
 
 @dataclass
 class Overrides:
-    """The values of --model, --dtype, --policy and --set."""
+    """Values of --model, --dtype, --policy and --set."""
 
     model: str | None = None
     dtype: str | None = None
@@ -25,7 +25,7 @@ class Overrides:
 
 
 def apply(source: Source, overrides: Overrides) -> None:
-    """Apply the changes to a suite's text."""
+    """Apply the changes to a suite's data."""
     if overrides.model is not None:
         source.put(("model",), _models(overrides.model), "--model")
     if overrides.dtype is not None:
@@ -43,7 +43,7 @@ def apply(source: Source, overrides: Overrides) -> None:
 
 
 def _refuse_choice_of_tasks(source: Source, key: str, value: Any, place: str) -> None:
-    """Refuse to choose among the suite's tasks with `tasks`, which is an option of the task `lm_eval`."""
+    """Refuse `task` or `tasks` as a choice among the suite's tasks. `tasks` is an option of the task `lm_eval`."""
     tasks = {task.get("name") for _, task in items(source.data.get("task")) if isinstance(task, dict)}
     names = [name for _, name in items(value) if isinstance(name, str) and name in {*tasks, *plugins.task_names()}]
     if key not in ("task", "tasks") or not names:
@@ -54,14 +54,14 @@ def _refuse_choice_of_tasks(source: Source, key: str, value: Any, place: str) ->
 
 
 def _models(model: str) -> dict[str, Any] | list[dict[str, Any]]:
-    """The model that --model names, or all models in a folder of models, such as those that `bench pretrain` keeps."""
+    """Return the model that --model names, or all models in a folder of models, such as the results of `bench pretrain`."""
     folder = Path(model).expanduser()
     inside = [] if (folder / "config.json").exists() else sorted(folder.glob("*/config.json"))
     return [{"id": str(file.parent)} for file in inside] or {"id": model}
 
 
 def _set(source: Source, key: str, value: Any, place: str) -> None:
-    """Set every field with this name: of the suite, of its tasks, models and policies."""
+    """Set every field with this name in the suite, its tasks, models and policies."""
     data, is_known = source.data, False
     if key in SuiteFile.model_fields and key not in ("model", "task", "policies"):
         source.put((key,), value, place)
@@ -91,7 +91,7 @@ def _set(source: Source, key: str, value: Any, place: str) -> None:
 
 
 def _options(group: str, holder: dict[str, Any]) -> set[str]:
-    """The keys that are allowed in a task's or a model's mapping."""
+    """Return the keys that are allowed in a task's or a model's mapping."""
     if group == "model":
         return set(ModelSpec.model_fields)
     try:
@@ -101,7 +101,7 @@ def _options(group: str, holder: dict[str, Any]) -> set[str]:
 
 
 def _parameters(entry: Any) -> set[str]:
-    """Names of a policy's parameters; none for an unknown policy, which is reported later, with its line."""
+    """Return the names of a policy's parameters; empty for an unknown policy, which is reported later, with its line."""
     name = entry.get("name") if isinstance(entry, dict) else entry
     try:
         return {f.name for f in dataclasses.fields(plugins.policy_class(str(name)))}

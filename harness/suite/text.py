@@ -1,4 +1,4 @@
-"""A suite's YAML as data that remembers the line of every value, for error messages."""
+"""Data of a suite's YAML file, with the line of every value for error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Location = tuple[str | int, ...]
 
 
 class Source:
-    """A suite's data, and the place of every value: a line of the file or an option of the command line."""
+    """Data of a suite, and the place of every value: a line of the file or an option of the command line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,22 +63,22 @@ class Source:
                 self.places[(*location, key.value)] = place
 
     def place(self, location: Location) -> str:
-        """File and line of a value or, if that is unknown, of the innermost value around it."""
+        """Return file and line of a value or, if unknown, of the innermost value around it."""
         while location not in self.places and location:
             location = location[:-1]
         return self.places[location]
 
     def error(self, location: Location, message: str) -> UserError:
-        """An error at a value."""
+        """Return an error whose message begins with the place of a value."""
         return UserError(f"{self.place(location)}: {message}")
 
     def inherit(self, location: Location, origin: Location) -> None:
-        """Give the value at `location` the place of the one it was inherited from."""
+        """Give the value at `location` the place of the value at `origin`, from which it was inherited."""
         if origin in self.places:
             self.places[location] = self.places[origin]
 
     def is_overridden(self, location: Location) -> bool:
-        """Whether the value comes from the command line."""
+        """Whether a value comes from the command line."""
         return self.places.get(location, "").startswith("--")
 
     def put(self, location: Location, value: Any, place: str) -> None:
@@ -91,7 +91,7 @@ class Source:
 
 
 class Settings(Source):
-    """Values from the command line that belong to no suite. Each has the option as its place."""
+    """Values from the command line that belong to no suite. The place of each value is the option."""
 
     def __init__(self, option: str) -> None:
         self.path = Path(option)
@@ -100,10 +100,10 @@ class Settings(Source):
 
 
 def validated(kind: type[M], value: Any, source: Source, location: Location) -> M:
-    """Validate a part of the data against a model.
+    """Validate a part of the data against a pydantic model.
 
     Raises:
-        UserError: describes the first mistake, with its line.
+        UserError: the part is invalid. The message names the first mistake with its line.
     """
     for place, leaf in _leaves(value):
         name = ".".join(map(str, place))
@@ -133,13 +133,13 @@ def validated(kind: type[M], value: Any, source: Source, location: Location) -> 
 
 
 def _booleans_as_numbers(value: Any, read: Any) -> Iterator[tuple[Location, bool]]:
-    """Yield (location, value) of every boolean that was read as a number. read: what came of the value."""
+    """Yield (location, value) of every boolean that was read as a number. read: result of the validation."""
     if isinstance(value, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
         yield (), value
     for key, part in _parts(value):
         try:
             inside = getattr(read, str(key)) if isinstance(read, BaseModel) else read[key]
-        except (LookupError, TypeError, AttributeError):  # it was read as something of another form
+        except (LookupError, TypeError, AttributeError):  # the validated value has another structure
             continue
         yield from (((key, *place), given) for place, given in _booleans_as_numbers(part, inside))
 
@@ -149,7 +149,7 @@ def _parts(value: Any) -> Iterable[tuple[str | int, Any]]:
 
 
 def _leaves(value: Any) -> Iterator[tuple[Location, Any]]:
-    """Yield (location, value) of everything in nested lists and mappings that is neither list nor mapping."""
+    """Yield (location, value) of every value in nested lists and mappings that is neither a list nor a mapping."""
     if not isinstance(value, (dict, list)):
         yield (), value
     for key, part in _parts(value):
@@ -160,23 +160,23 @@ def yaml_value(text: str, place: str) -> Any:
     """Return the value of an option of the command line, which is YAML. place: the option, for the message.
 
     Raises:
-        UserError: it is not YAML.
+        UserError: the text is not YAML.
     """
     try:
         return yaml.safe_load(text)
     except RecursionError:
         raise UserError(f"{place[:40]}...: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
         raise UserError(f"{place}: '{text}' is not YAML") from error
 
 
 def items(value: Any) -> Iterator[tuple[Location, Any]]:
-    """The items of a list, or a single value, each with its location."""
+    """Yield the items of a list, or a single value, each with its location."""
     yield from (((i,), v) for i, v in enumerate(value)) if isinstance(value, list) else iter([((), value)])
 
 
 def spread(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Multiply out the lists in a mapping: one mapping without lists per combination."""
+    """Expand the lists in a mapping: yield one mapping without lists per combination."""
     choices: list[list[Any]] = [v if isinstance(v, list) else [v] for v in mapping.values()]
     for values in itertools.product(*choices):
         yield dict(zip(mapping, values, strict=True))
