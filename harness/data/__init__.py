@@ -1,1 +1,1 @@
-"""Streams of tokens, each with a fingerprint."""
+"""Streams of tokens with fingerprints, and the data sets they are made from."""

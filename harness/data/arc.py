@@ -31,10 +31,10 @@ class Item:
 
 
 def items(subset: str, split: str, directory: Path | None) -> tuple[str, list[Item]]:
-    """A description of the source, and the questions of "ARC-Easy" or "ARC-Challenge" in order.
+    """Return a description of the source, and the questions of "ARC-Easy" or "ARC-Challenge" in order.
 
     The directory has parquet or JSON-lines files with the hub's columns. Where files or folders are named after subsets or
-    splits, only the matching ones are read.
+    splits, only the matching files are read.
 
     Raises:
         UserError: no questions were found.

@@ -1,11 +1,11 @@
-"""Bigram-Backcopy: the simplest text on which attention sinks come about, endless, from a seed.
+"""Bigram-Backcopy: an endless seeded text, the simplest on which attention sinks develop.
 
-After a trigger the word before it comes again; after any other word the next is drawn from that word's own distribution. A head
-that copies has work at triggers alone, and must rest elsewhere.
+The word after a trigger repeats the word before it. After any other word, the next word is drawn from that word's own
+distribution. A head that copies is needed only at triggers, and must have no effect elsewhere.
 
 Source: Guo et al. 2024, arXiv:2410.13835, Section 2, and `BBM/data.py` of their code (GuoTianYu2000/Active-Dormant-Attention).
 Differs: successors are drawn instead of counted in Shakespeare's characters; triggers are a tenth of the words that follow a
-    word, instead of the most frequent characters; a text opens with a word of any kind but triggers, each as likely.
+    word, instead of the most frequent characters; the first word of a text is uniform over all words except triggers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from functools import cache
 
 TRIGGERS, OTHERS = 3, 61
 WORDS = (*(f"t{n}" for n in range(TRIGGERS)), *(f"w{n}" for n in range(OTHERS)))
-_TRIGGERED = 0.1  # probability of a trigger after a word that is none
-_STEEPNESS = 20  # of successors' shares: u ** 20 is nearly a Dirichlet of concentration 1 / 20, and the same on every machine
+_TRIGGERED = 0.1  # probability of a trigger after a word that is no trigger
+_STEEPNESS = 20  # exponent of successors' shares: u ** 20 approximates a Dirichlet of concentration 1 / 20 on every machine
 
 
 @cache
 def successors() -> tuple[tuple[float, ...], ...]:
-    """Probabilities of what comes after each word that is no trigger: triggers first. [OTHERS, TRIGGERS + OTHERS]."""
+    """Return the probabilities of the successors of each word that is no trigger. [OTHERS, TRIGGERS + OTHERS]."""
     draw, rows = random.Random("backcopy"), []
     for _ in range(OTHERS):
         shares = [draw.random() ** _STEEPNESS for _ in range(OTHERS)]
@@ -40,7 +40,7 @@ def _cumulated() -> list[list[float]]:
 
 
 def words(draw: random.Random) -> Iterator[tuple[int, bool]]:
-    """Endless places in `WORDS`, and whether each is a copy."""
+    """Yield endless pairs: index of a word in `WORDS`, and whether the word is a copy."""
     before, last = 0, TRIGGERS + int(draw.random() * OTHERS)
     yield last, False
     while True:
@@ -52,12 +52,12 @@ def words(draw: random.Random) -> Iterator[tuple[int, bool]]:
 
 
 def text(seed: int, count: int) -> str:
-    """The first `count` words."""
+    """Return the first `count` words."""
     return " ".join(WORDS[word] for word, _ in itertools.islice(words(random.Random(f"backcopy/{seed}")), count))
 
 
 def best_nll(text: Sequence[str]) -> float:
-    """Nats a word, mean over a text's words but the first, that nobody can do better than on average: a copy costs nothing."""
+    """Return the lowest expected NLL of a text: mean nats per word over all words except the first. A copy costs nothing."""
     costs = [-sum(p * math.log(p) for p in row if p) for row in successors()]
     of_word = {word: costs[place - TRIGGERS] if place >= TRIGGERS else 0.0 for place, word in enumerate(WORDS)}
     return sum(of_word[word] for word in text[:-1]) / (len(text) - 1)

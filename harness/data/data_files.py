@@ -1,4 +1,4 @@
-"""Select the files of a user's directory that are read, by suffix and by split."""
+"""Selection of the files of a user's directory that are read, by suffix and by split."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.visible import visible
 
 SPLITS = ("train", "validation", "test")
-_ALSO_NAMED = {"validation": "valid"}  # in the names of files
-_NAMED = 3  # files by name, in a message
+_ALSO_NAMED = {"validation": "valid"}  # other names of splits in file names
+_NAMED = 3  # number of files that a message names
 
 
 def files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files of a directory and those inside that have one of these suffixes, sorted by name, or the one file that it is.
+    """Return the files with one of these suffixes in a directory and below, sorted by name. `directory` may be a file, too.
 
     Raises:
-        UserError: it does not exist.
+        UserError: the directory does not exist.
     """
     if not directory.exists():
         raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
@@ -29,18 +29,18 @@ def files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def bears(file: Path, name: str) -> bool:
-    """Whether a name, such as that of a split, stands in a file's stem as a whole word. "greatest" does not bear "test"."""
+    """Whether a file's stem contains a name, such as a split's, as a whole word. "greatest" does not contain "test"."""
     letter = r"[^\W\d_]"
     return re.search(f"(?<!{letter}){re.escape(name)}(?!{letter})", file.stem, re.IGNORECASE) is not None
 
 
 def of_split(directory: Path, files: Sequence[Path], split: str) -> list[Path]:
-    """The files that have the name of a split as a whole word of their own names; all of them if none is named after a split.
+    """Return the files whose names contain the name of a split as a whole word; all files if none is named after a split.
 
-    Files that are named after no split are left out where others are, and named on stderr.
+    If some files are named after a split, files that are named after no split are left out and named on stderr.
 
     Raises:
-        UserError: only files of other splits are there.
+        UserError: the directory has only files of other splits.
     """
     named = [f for f in files if any(_is_of(f, name) for name in SPLITS)]
     chosen = [f for f in named if _is_of(f, split)] if named else list(files)
@@ -56,11 +56,11 @@ def _is_of(file: Path, split: str) -> bool:
 
 
 def listed(files: Sequence[Path]) -> str:
-    """The names of the first files."""
+    """Return the names of the first files as text."""
     return f"{', '.join(f.name for f in files[:_NAMED])}{', ...' if len(files) > _NAMED else ''}"
 
 
 @cache
 def say_left_out(directory: Path, files: tuple[Path, ...], why: str) -> None:
-    """Say on stderr, once, which files are not read although they look like data."""
+    """Name on stderr, once, the files that look like data and are not read."""
     print(visible(f"bench: {directory}: not read: {listed(files)}, because {why}"), file=sys.stderr)

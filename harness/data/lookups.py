@@ -1,6 +1,6 @@
-"""Texts that tell something and ask for it later: what a model must learn to look up, for training and for questions.
+"""Texts that state values and ask for them later, for training models on look-ups and for questions.
 
-Each kind isolates one thing: a value by its name, several values, two look-ups in a row, one sentence in other text.
+Each kind isolates one ability: to find a value by its name, several values, a value by two look-ups, or one sentence in a text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.harness.data.registers import answer, question, record_line
 
-FIXED = (  # what stands around names and values: one token each in our models' tokenizer
+FIXED = (  # strings around names and values; each is one token in our models' tokenizer
     ": REGISTER_CONTENT is <",
     "Question: What is the REGISTER_CONTENT of line ",
     "?\nAnswer:",
@@ -51,17 +51,17 @@ PLACES = [
     "Wick",
     "Yarrow",
 ]
-KINDS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")  # of the questions in kvbench_recall
-_ASKED = 0.35  # questions a line, on average, once there is a line
+KINDS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")  # kinds of questions in kvbench_recall
+_ASKED = 0.35  # mean number of questions after each line
 
 
 @dataclass
 class Lookups:
-    """A text, and where its answers are."""
+    """A text, and the places of its answers."""
 
     text: str = ""
-    answers: list[tuple[int, int]] = field(default_factory=list)  # (start, end) in characters, of what follows from before
-    counted: list[tuple[int, int]] = field(default_factory=list)  # the same, of what else counts fully in the loss
+    answers: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of text that follows from earlier text
+    counted: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of other text that counts fully in the loss
 
     def ask(self, prompt: str, completion: str) -> None:
         """Append a question and its answer."""
@@ -69,14 +69,14 @@ class Lookups:
         self.count(completion, is_answer=True)
 
     def count(self, text: str, is_answer: bool) -> None:
-        """Append what counts fully in the loss."""
+        """Append text that counts fully in the loss."""
         start = len(self.text)
         self.text += text
         (self.answers if is_answer else self.counted).append((start, len(self.text)))
 
 
 def registers(draw: random.Random, lines: int) -> Lookups:
-    """StreamEval's record: numbered lines, and questions about any line before."""
+    """Return StreamEval's record: numbered lines, and questions about any earlier line."""
     result, first, contents = Lookups(), 1 if draw.random() < 0.3 else draw.randrange(1, 10_000 - lines), []
     for number in range(first, first + lines):
         contents.append(draw.randint(1, 50_000))
@@ -88,22 +88,22 @@ def registers(draw: random.Random, lines: int) -> Lookups:
 
 
 def key_line(key: int, values: list[int]) -> str:
-    """A line that gives a key its values."""
+    """Return a line that gives a key its values."""
     return f"#{key} = {' '.join(map(str, values))}\n"
 
 
 def key_question(key: int) -> str:
-    """The question about all values of a key."""
+    """Return the question about all values of a key."""
     return f"Question: What is #{key}?\nAnswer:"
 
 
 def key_answer(values: list[int]) -> str:
-    """The right answer, as it stays in the text."""
+    """Return the right answer in the form that follows the question in the text."""
     return f" {' '.join(map(str, values))}\n"
 
 
 def keys(draw: random.Random, lines: int) -> Lookups:
-    """Keys in no order, with one to four values each."""
+    """Return a text of keys in random order, with one to four values each."""
     result, known = Lookups(), draw.sample(range(1, 1000), lines)
     values: list[list[int]] = []
     for key in known:
@@ -116,22 +116,25 @@ def keys(draw: random.Random, lines: int) -> Lookups:
 
 
 def pointer_line(key: int, other: int) -> str:
-    """A line that names another key instead of a value."""
+    """Return a line that names another key instead of a value."""
     return f"#{key} = #{other}\n"
 
 
 def chain_question(key: int) -> str:
-    """The question about the value of the key that a key names."""
+    """Return the question about the value of the key that a key names."""
     return f"Question: What does #{key} lead to?\nAnswer:"
 
 
 def chain_answer(key: int, value: int) -> str:
-    """The right answer: the key that is named, and its value."""
+    """Return the right answer: the key that is named, and its value."""
     return f" {key} {value}\n"
 
 
 def chains(draw: random.Random, lines: int) -> Lookups:
-    """Keys that name other keys, which hold a value: two look-ups a question. Half of the lines come before what they need."""
+    """Return a text of keys that name other keys, which have a value, so that a question needs two look-ups.
+
+    On average, half of the lines that name a key come before the line of that key.
+    """
     result, pairs = Lookups(), max(1, lines // 2)
     drawn = draw.sample(range(1, 1000), 2 * pairs)
     held = {key: draw.randrange(1, 1000) for key in drawn[pairs:]}
@@ -149,14 +152,14 @@ def chains(draw: random.Random, lines: int) -> Lookups:
 
 
 def is_exact(completion: str, answer: str) -> bool:
-    """Whether what was said, up to a stop string and without surrounding whitespace, is the answer and nothing else."""
+    """Whether a completion, without surrounding whitespace, equals the answer."""
     return completion.strip() == answer
 
 
 def is_contained(completion: str, answer: str) -> bool:
-    """Whether a completion contains the answer as whole words, whatever the case and spaces, and does not deny it.
+    """Whether a completion contains the answer as whole words, ignoring case and spaces, and not after a negation.
 
-    A number that is part of a longer one (1534, 5.34, -534) is another number.
+    A number inside a longer number (534 in 1534, 5.34 or -534) does not count.
     """
     words = r"\s+".join(re.escape(word) for word in answer.split())
     whole = rf"(?<![\w-])(?<!\d[.,])(?<!\bnot\s)(?<!n't\s){words}(?!['-]?\w)(?![.,]\d)"
@@ -170,15 +173,15 @@ def scores(document: Mapping[str, Any], completions: list[str]) -> dict[str, flo
 
 
 def needle(place: str, number: int) -> str:
-    """A sentence that stands in other text."""
+    """Return a sentence to be hidden in other text."""
     return f" The secret number of {place} = {number}. "
 
 
 def needle_question(place: str) -> str:
-    """The question about a needle."""
+    """Return the question about a needle."""
     return f"\nQuestion: What is the secret number of {place}?\nAnswer:"
 
 
 def needle_answer(number: int) -> str:
-    """The right answer to the question about a needle."""
+    """Return the right answer to the question about a needle."""
     return f" {number}.\n"

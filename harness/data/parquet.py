@@ -10,15 +10,15 @@ from kvbench.harness.core.errors import UserError
 
 
 def rows(file: Path, others: Sequence[str] = (), at_once: int = 1) -> Iterator[dict[str, Any]]:
-    """The rows of a file in order: `text` (empty if it is null), and of the columns `others` those that have a value.
+    """Yield the rows of a file in order: `text` (empty if null), and the columns in `others` that have a value.
 
     Args:
-        file: with a column `text` of strings.
+        file: parquet file with a column `text` of strings.
         others: names of columns that the file may lack.
-        at_once: rows that are read into memory together; a book is a row.
+        at_once: number of rows that are read into memory together; a book is a row.
 
     Raises:
-        UserError: it is no readable parquet file, has no column `text` of strings, or is damaged.
+        UserError: the file is no readable parquet file, has no column `text` of strings, or is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

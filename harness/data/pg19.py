@@ -22,7 +22,7 @@ HUB_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
 
 
 def book(number: int, split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
-    """A description of the source, and the one book with this number in Project Gutenberg's catalogue.
+    """Return a description of the source, and the one book with this number in Project Gutenberg's catalogue.
 
     Raises:
         UserError: the split has no such book.
@@ -35,14 +35,14 @@ def book(number: int, split: str, directory: Path | None) -> tuple[str, Iterator
 
 
 def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
-    """A description of the source, and its books in order.
+    """Return a description of the source, and its books in order.
 
-    The directory has parquet files with a `text` column or .txt files in UTF-8, or is one such file. If files have the name of a
-    split ("train", "validation", "test") as a whole word of their own names, only those of `split` are read; otherwise all of
-    them, sorted by name. Files that are left out, other than those of other splits, are named on stderr.
+    The directory has parquet files with a `text` column or .txt files in UTF-8, or is one such file. If some file names contain
+    the name of a split ("train", "validation", "test") as a whole word, only the files of `split` are read. Otherwise all files
+    are read, sorted by name. Files that are left out are named on stderr, except files of other splits.
 
     Raises:
-        UserError: there is no text, or the directory or the hub can't be reached.
+        UserError: the directory has no text, or the directory or the hub can't be reached.
     """
     if directory is None:
         return f"{HUB_ID}@{HUB_REVISION[:8]} {split}", _from_hub(split)
@@ -51,7 +51,7 @@ def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
 
 
 def _files(directory: Path, split: str) -> list[Path]:
-    """The files of a split."""
+    """Return the files of a split."""
     texts = [f for f in files_below(directory, (".parquet", ".txt")) if f == directory or f.name.lower() != "readme.txt"]
     if not texts:
         raise UserError(f"{directory}: no text (.parquet with a 'text' column, or .txt)")
@@ -64,7 +64,7 @@ def _files(directory: Path, split: str) -> list[Path]:
 
 
 def _from_files(files: list[Path]) -> Iterator[Text]:
-    """The books of files, read one at a time so that a split need not fit in memory."""
+    """Yield the books of files, read one at a time so that a split need not fit in memory."""
     for file in files:
         if file.suffix.lower() == ".txt":
             yield Text(file.stem, read_utf8(file))
@@ -79,13 +79,13 @@ def _from_parquet(file: Path) -> Iterator[Text]:
 
 
 def _number(url: object) -> int | None:
-    """A book's number in Project Gutenberg's catalogue: the last part of its URL."""
+    """Return a book's number in Project Gutenberg's catalogue: the last part of its URL."""
     match = re.search(r"/(\d+)$", str(url))
     return int(match[1]) if match else None
 
 
 def _from_hub(split: str) -> Iterator[Text]:
-    """The books of the pinned edition. `datasets` uses its local cache first."""
+    """Yield the books of the pinned edition. `datasets` uses its local cache first."""
     try:
         from datasets import load_dataset
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Seeded, endless prose about people, things and places, with facts that return at known distances.
+"""Seeded, endless prose about people, things and places, in which facts recur at known distances.
 
-The price of forgetting a fact is known in advance. Its words are drawn uniformly, so a first telling costs their entropy. A
-later telling costs nothing to a model that still has an earlier one, and the same entropy to a model that has lost it
+The cost of forgetting a fact is known in advance. A fact's words are drawn uniformly, so their first statement costs their
+entropy. A later statement costs nothing if the model still has an earlier one, and the full entropy otherwise
 (docs/data/prose.md).
 
-One generator draws everything from the lists below; no one else's text is used.
+All words are drawn from the lists below; the text contains nothing from other sources.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ AGAIN = {
     "thing": "{name} still carried {value}.",
     "place": "{name} went home to {value}.",
 }
-RETELL_PROBABILITY = 0.5  # that a fact told at least twice is told once more, so the mean is three tellings
-MIN_WORDS_BETWEEN, MAX_WORDS_BETWEEN = 32, 8192  # between tellings of a fact, log-uniform
+RETELL_PROBABILITY = 0.5  # probability that a fact told at least twice is told once more; the mean is three tellings
+MIN_WORDS_BETWEEN, MAX_WORDS_BETWEEN = 32, 8192  # words between tellings of a fact, log-uniform
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,21 @@ class Telling:
     """Statement of a fact, with its place in the text."""
 
     start: int  # character index of the fact's words in the text
-    end: int  # character index after them
+    end: int  # character index after the fact's words
     words_back: int | None  # words since the previous telling; None for the first
-    choices: int  # number of values it was drawn from; a first telling costs the logarithm of that
+    choices: int  # number of values that the fact was drawn from; a first telling costs the logarithm of `choices`
 
 
 class Prose:
     """An endless generator of sentences."""
 
     def __init__(self, seed: int, retold: float = 0.35, new: float = 0.15) -> None:
-        """retold: share of sentences that repeat a fact, while facts are due; new: of those that tell a new one."""
+        """Seed the generator.
+
+        Args:
+            retold: share of sentences that repeat a fact, while facts are due.
+            new: share of sentences that tell a new fact.
+        """
         self._draw = random.Random(f"prose/{seed}")
         self._retold, self._new = retold, new
         self._due: list[tuple[int, int, str, str, str, int]] = []  # word, number, name, kind, value, word of the last telling
@@ -140,7 +145,7 @@ class Prose:
         self.tellings: list[Telling] = []
 
     def sentences(self) -> Iterator[str]:
-        """The next sentences, each with the white space after it. Their facts are added to `tellings`."""
+        """Yield the next sentences, each with the white space after it. Their facts are added to `tellings`."""
         while True:
             chance = self._draw.random()
             if self._due and self._due[0][0] <= self._words and chance < self._retold:
@@ -156,7 +161,7 @@ class Prose:
             yield text
 
     def text(self, characters: int) -> str:
-        """The next whole sentences, at least `characters` long together."""
+        """Return the next whole sentences, with at least `characters` characters in total."""
         parts, length = [], 0
         for sentence in self.sentences():
             parts.append(sentence)
@@ -169,7 +174,7 @@ class Prose:
         return self._draw.choice(FILLERS).format(**{key: self._draw.choice(words) for key, words in WORDS.items()})
 
     def _name(self) -> str:
-        """Two made-up words, one of some 30 million pairs."""
+        """Return a name of two invented words, one of about 30 million pairs."""
         parts = [[self._draw.choice(x) for x in (ONSETS, VOWELS, ENDINGS)] for _ in range(2)]
         return " ".join("".join(p).capitalize() for p in parts)
 
@@ -198,11 +203,17 @@ _MARGIN_CHARACTERS = 4096
 
 
 def fact_costs(nll: NDArray[np.float32], byte_counts: NDArray[np.integer[Any]], seed: int) -> list[dict[str, Any]]:
-    """Mean cost of a fact's words by distance from their last telling: what a cache has forgotten.
+    """Compute the mean cost of a fact's words by the distance from their last telling. The cost shows what a cache has forgotten.
 
-    `nll` is of the prose of this seed, nats per token, NaN where not scored, [N]; `byte_counts` are UTF-8 bytes per token, [N].
-    A row for first tellings and one per doubling of the distance: words_back [from, to) (None for first tellings), tellings,
-    nats (summed over the tokens of the fact's words, mean over tellings), drawn_nats (mean log of the number of choices).
+    Args:
+        nll: nats per token of the prose of this seed, NaN where not scored. [N].
+        byte_counts: UTF-8 bytes per token. [N].
+        seed: seed of the prose.
+
+    Returns:
+        A row for first tellings and a row per doubling of the distance: words_back [from, to) (None for first tellings),
+        tellings, nats (summed over the tokens of the fact's words, mean over tellings), drawn_nats (mean log of the number of
+        choices).
     """
     ends = np.cumsum(byte_counts)
     prose = Prose(seed)

@@ -1,4 +1,4 @@
-"""Streams of text with questions in them: which tokens are the question, the answer, and the evidence for it."""
+"""Streams of text with questions, and the tokens of each question, its answer and its evidence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuizQuestion:
-    """Question of a stream. Places are token indices; ends are exclusive."""
+    """A question in a stream. Places are token indices; ends are exclusive."""
 
     start: int
-    prompt_end: int  # where the answer starts
-    answer_end: int  # its newline included
-    answer: str  # the right one
+    prompt_end: int  # start of the answer
+    answer_end: int  # end of the answer, its newline included
+    answer: str  # the right answer
     evidence: tuple[int, int] | None  # (start, end) of the text that states the answer, if the stream has it
-    about: Mapping[str, Any] = field(default_factory=dict)  # what else the trace says of it, such as its kind
+    about: Mapping[str, Any] = field(default_factory=dict)  # further entries for the trace, such as the question's kind
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Quiz:
     prefix: int  # tokens
     questions: tuple[QuizQuestion, ...]
     line_tokens: NDArray[np.int64]  # tokens of each record line; empty if there are none
-    prompt: int | None = None  # tokens of the text that is read before the first question, prefix included, if it is a prompt
+    prompt: int | None = None  # tokens of the prompt before the first question, prefix included; None without a prompt
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class QuizData:
     source: str
     tokenizer: PreTrainedTokenizerBase
     text_sha256: str
-    stop: str | None = "\n"  # ends what a model answers
-    most: int | None = None  # tokens of such an answer; a few more than the longest right one when None
+    stop: str | None = "\n"  # string that ends a model's answer
+    most: int | None = None  # largest number of tokens of an answer; None: a few more than the longest right answer
 
     @property
     def ids_sha256(self) -> str:
@@ -63,7 +63,7 @@ class QuizData:
         return sum(len(q.ids) - q.prefix for q in self.quizzes)
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the data, for the record."""
+        """Return the facts about the data for the record."""
         lines = np.concatenate([q.line_tokens for q in self.quizzes])
         prompts = [q.prompt for q in self.quizzes if q.prompt is not None]
         first = self.quizzes[0]
@@ -82,15 +82,15 @@ class QuizData:
 
 @dataclass
 class Script:
-    """Builds a quiz as text, and keeps the places of its lines and questions, in characters."""
+    """Builder of a quiz as text, with the places of its lines and questions in characters."""
 
     text: str = ""
     lines: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of every record line
     questions: list[tuple[int, int, int, str, int | None, Mapping[str, Any]]] = field(
         default_factory=list
-    )  # `QuizQuestion`, evidence as a line number
-    prompt: int | None = None  # where the text ends that is a prompt
-    by_parts: bool = False  # tokenise each part by itself, as if each had come alone
+    )  # fields of `QuizQuestion`, with the evidence as a line number
+    prompt: int | None = None  # end of the prompt
+    by_parts: bool = False  # whether each part is tokenised by itself, as if it were a text of its own
 
     def line(self, text: str) -> None:
         """Append a record line that questions can refer to. Lines are numbered from 0."""
@@ -103,12 +103,12 @@ class Script:
         """Append a question and its completion, which contains the answer.
 
         Args:
-            prompt: the question.
-            answer: the right one.
-            completion: what stands after the question.
+            prompt: text of the question.
+            answer: the right answer.
+            completion: text that follows the question in the stream.
             line: number of the line that states the answer.
-            start: where the question begins, if text before it belongs to it.
-            about: what the trace says of it.
+            start: index of the question's first character, if the question includes earlier text.
+            about: entries of the trace about the question.
         """
         middle = len(self.text) + len(prompt)
         self.questions.append((len(self.text) if start is None else start, middle, middle + len(completion), answer, line, about))
@@ -133,7 +133,7 @@ def quiz(script: Script, tokenizer: PreTrainedTokenizerBase) -> Quiz:
     new, ends = (np.concatenate(x) for x in zip(*((ids, stops + before) for (ids, stops), before in parts), strict=True))
 
     def token(character: int) -> int:
-        """Index of the token that starts at this character."""
+        """Return the index of the token that starts at this character."""
         count = int(np.searchsorted(ends, byte_at[character], side="right"))
         if count and ends[count - 1] != byte_at[character]:
             around = script.text[character - 9 : character + 9]
@@ -153,6 +153,6 @@ def quiz(script: Script, tokenizer: PreTrainedTokenizerBase) -> Quiz:
 def quiz_data(
     scripts: Sequence[Script], source: str, tokenizer: PreTrainedTokenizerBase, stop: str | None = "\n", most: int | None = None
 ) -> QuizData:
-    """Tokenise scripts, each as a stream of its own. `stop` and `most` end what a model answers."""
+    """Tokenise scripts, each as a stream of its own. `stop` and `most` end a model's answers."""
     text_sha256 = hashlib.sha256("\0".join(s.text for s in scripts).encode()).hexdigest()
     return QuizData(tuple(quiz(s, tokenizer) for s in scripts), source, tokenizer, text_sha256, stop, most)

@@ -1,9 +1,10 @@
-"""A register machine whose program is the prompt, and whose trace a model writes; and conversations about labelled values.
+"""A register machine whose program is the prompt and whose trace a model writes, and conversations about labelled values.
 
-A program is n lines `LABEL rB M rC N rA O NEXT Z OTHER`: register A becomes (B + C) mod 10, then the line NEXT runs, or OTHER
-if A is now 0. One OTHER is `end`. Of every step the trace says both operands and the result, which way it goes, and the next
-label; it restates the line's words before them (`full`) or not (`reads`). M, N, O and Z carry the line's number, as its label
-does, so that every word of a full trace is found by the one before it, copied from a fixed distance, or a sum of two digits.
+A program is n lines `LABEL rB M rC N rA O NEXT Z OTHER`: register A becomes (B + C) mod 10. Then the line NEXT runs, or OTHER
+if A is now 0. One OTHER is `end`. For every step, the trace states both operands, the result, the branch taken and the next
+label. It also restates the line's words before them (`full`) or not (`reads`). M, N, O and Z include the line's number, as its
+label does. Each word of a full trace can therefore be looked up by the word before it, copied from a fixed distance, or computed
+as a sum of two digits.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from kvbench.harness.data.lookups import Lookups
 
 Restate = Literal["full", "reads"]
 LABELS, LINES, REGISTERS, BASE = 64, 32, 8, 10  # lines at most
-STEP_WORDS = {"full": 10, "reads": 8}  # of a step, without what it tells
+STEP_WORDS = {"full": 10, "reads": 8}  # words of a step, without the told register
 LINE_WORDS = 10
-LEFT, RIGHT, TARGET, JUMP, ZERO = 1, 3, 5, 7, 9  # words of a line before them
-TOLD = 2  # words of a prompt before the register that is told
+LEFT, RIGHT, TARGET, JUMP, ZERO = 1, 3, 5, 7, 9  # index of the words in a line
+TOLD = 2  # index of the told register's word in a prompt
 WORDS = (
     "full",
     "reads",
@@ -37,8 +38,8 @@ WORDS = (
     *(f"{name}{n}" for name in "MNOZJ" for n in range(LINES)),
 )
 _TRIES = 10_000  # programs drawn for one of a given length
-_ADDS = 0.5  # share of lines that add to a register and so forget nothing: of others alone, most programs soon repeat themselves
-_SKEW = 5.0  # of far turns: nats between the seldomest name and the most frequent
+_ADDS = 0.5  # share of lines that add to a register and so lose no information; without them, most programs soon repeat
+_SKEW = 5.0  # range of log frequencies of names in far turns, in nats
 _READS, _TELLS, _ENDS = 0.1, 0.3, 0.7  # in training: shares of programs that don't restate, that tell, and whose trace ends
 
 
@@ -53,7 +54,7 @@ class Line:
     zero: int | None  # label of the next line if the sum is 0; None: the program ends
 
     def words(self, label: int) -> list[str]:
-        """The line as it stands in the prompt."""
+        """Return the words of the line in the prompt."""
         other = "end" if self.zero is None else f"J{self.zero}"
         return [
             f"L{label}",
@@ -74,9 +75,9 @@ class TraceStep:
     """Step of a program's trace: the label of its line, its words, and the register values after it."""
 
     label: int
-    worked: tuple[str, ...]  # operands, result and what the prompt asks to tell; which way it goes
+    worked: tuple[str, ...]  # operands, result, the register to tell if any, and the branch taken
     jump: str  # the next label, or `end`
-    values: tuple[int, ...]  # of all registers, afterwards
+    values: tuple[int, ...]  # values of all registers after the step
 
     @property
     def words(self) -> list[str]:
@@ -86,17 +87,17 @@ class TraceStep:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, the values that its registers begin with, and what the prompt asks for."""
+    """A program, the initial values of its registers, and the form of trace that the prompt requires."""
 
     lines: dict[int, Line]  # by label, in the order of the prompt
-    start: int  # label
-    values: tuple[int, ...]  # of the registers; as many as there are
-    tell: int | None  # register whose value each step says after its own
+    start: int  # label of the first line
+    values: tuple[int, ...]  # initial value of each register
+    tell: int | None  # register whose value each step states after its result
     restate: Restate
 
     @classmethod
     def from_prompt(cls, words: Sequence[str]) -> Self:
-        """The program that a prompt, all its words, describes."""
+        """Return the program that the words of a prompt describe."""
         has_tell = words[1] == "tell"
         position, lines = head_words(has_tell), dict[int, Line]()
         while words[position][0] == "L":
@@ -109,7 +110,7 @@ class Program:
         return cls(lines, int(words[-1][1:]), values, int(words[TOLD][1:]) if has_tell else None, restate)
 
     def prompt(self) -> list[str]:
-        """The words of the prompt; the trace follows."""
+        """Return the words of the prompt, which the trace follows."""
         words = [self.restate, *([] if self.tell is None else ["tell", f"r{self.tell}"])]
         for label, line in self.lines.items():
             words += line.words(label)
@@ -131,7 +132,7 @@ class Program:
             label = goes
 
     def steps(self) -> Iterator[TraceStep]:
-        """The steps of the trace, endless if it never ends."""
+        """Yield the steps of the trace, endlessly if the program loops."""
         for label, left, right, values in self.run():
             line, full = self.lines[label], self.restate == "full"
             result = values[line.target]
@@ -146,17 +147,17 @@ class Program:
 
 
 def head_words(tell: bool) -> int:
-    """Words of a prompt before its lines."""
+    """Return the number of words of a prompt before its lines."""
     return 3 if tell else 1
 
 
 def prompt_words(lines: int, registers: int, tell: bool) -> int:
-    """Words of a prompt."""
+    """Return the number of words of a prompt."""
     return head_words(tell) + LINE_WORDS * lines + 2 * registers + 2
 
 
 def step_words(restate: Restate, tell: bool) -> int:
-    """Words of one step."""
+    """Return the number of words of one step."""
     return STEP_WORDS[restate] + (2 if tell else 0)
 
 
@@ -169,12 +170,14 @@ def program(
     registers: int | None = None,
     far: bool = False,
 ) -> Program:
-    """A random program of `lines` lines whose trace ends after at least `steps[0]` and at most `steps[1]` steps.
+    """Draw a random program of `lines` lines whose trace ends after at least `steps[0]` and at most `steps[1]` steps.
 
-    The number of its registers is drawn, too, unless it is given. If `far`, the lines that come round use some of them alone.
+    Args:
+        registers: number of registers; None draws the number.
+        far: whether the lines that repeat use only some of the registers.
 
     Raises:
-        ValueError: none was found.
+        ValueError: no such program was drawn.
     """
     for _ in range(_TRIES):
         candidate = _any_program(draw, lines, restate, tell, registers, far)
@@ -186,7 +189,7 @@ def program(
 
 
 def _first_zeros(candidate: Program, most: int) -> dict[int, int]:
-    """The step at which a line's sum is first 0, by label, in the first `most` steps. Ends where the program begins to loop."""
+    """Return the step at which a line's sum is first 0, by label, in the first `most` steps. Stops when the program loops."""
     firsts: dict[int, int] = {}
     visited: set[tuple[int, tuple[int, ...]]] = set()
     for number, (label, _, _, values) in enumerate(itertools.islice(candidate.run(), most), 1):
@@ -199,10 +202,10 @@ def _first_zeros(candidate: Program, most: int) -> dict[int, int]:
 
 
 def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, registers: int | None, far: bool) -> Program:
-    """A random program; it never ends."""
+    """Draw a random program that never ends."""
     count = draw.randint(3, REGISTERS) if registers is None else registers
     labels = draw.sample(range(LINES), lines)
-    circle = draw.randint(max(2, lines // 2), lines)  # lines that come round; the others only where a sum is 0
+    circle = draw.randint(max(2, lines // 2), lines)  # lines that repeat; the rest run only after a sum of 0
     often = everywhere = list(range(count))
     if far:
         circle, often = draw.randint(2, max(2, lines // 2)), draw.sample(everywhere, draw.randint(2, count))
@@ -219,7 +222,7 @@ def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, 
 
 
 def programs(draw: random.Random, words: int, far: bool = False) -> Lookups:
-    """A program and its trace, for training: most traces end within `words` words, the others later."""
+    """Draw a program and its trace, for training. Most traces end within `words` words, the rest later."""
     lines = draw.randint(2, max(3, min(LINES, words // 40)))
     restate: Restate = "reads" if draw.random() < _READS else "full"
     tell = draw.random() < _TELLS
@@ -227,7 +230,7 @@ def programs(draw: random.Random, words: int, far: bool = False) -> Lookups:
     steps = (max(1, most // 2), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
     try:
         drawn = program(draw, lines, restate, tell, steps, far=far)
-    except ValueError:  # few programs of two lines run on for long
+    except ValueError:  # few programs of two lines run for long
         return programs(draw, words, far)
     result = Lookups(" ".join(drawn.prompt()))
     for step in drawn.steps():
@@ -237,7 +240,7 @@ def programs(draw: random.Random, words: int, far: bool = False) -> Lookups:
 
 
 def turns(draw: random.Random, words: int) -> Lookups:
-    """Labels are given values, given others, and asked for: the latest value is right. For training."""
+    """Draw a conversation for training: labels get values, get new values, and are asked for. The latest value is right."""
     known: dict[int, int] = {}
     labels = draw.sample(range(LABELS), draw.randint(2, max(3, min(LABELS, words // 6))))
     result, written = Lookups(), 0
@@ -255,12 +258,12 @@ def turns(draw: random.Random, words: int) -> Lookups:
 
 
 def far_programs(draw: random.Random, words: int) -> Lookups:
-    """Programs with registers that are seldom used, so that a value is read long after it was said."""
+    """Draw a program with rarely used registers, so that a value is read long after it was stated."""
     return programs(draw, words, far=True)
 
 
 def far_turns(draw: random.Random, words: int) -> Lookups:
-    """Labels or registers are given values and asked for, some of them a hundred times as often as others. For training."""
+    """Draw a conversation for training in which some labels or registers are used a hundred times as often as others."""
     named = [f"v{n}" for n in range(REGISTERS)] + [f"L{n}" for n in range(LABELS)] * (draw.random() < 0.5)
     names = draw.sample(named, draw.randint(2, len(named)))
     shares = [math.exp(draw.uniform(-_SKEW, 0)) for _ in names]

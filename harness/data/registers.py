@@ -8,21 +8,21 @@ HEADER = "A record of numbered lines follows. Remember what the register of ever
 
 
 def record_line(number: int, content: int) -> str:
-    """A line of the record."""
+    """Return a line of the record."""
     return f"line {number}: REGISTER_CONTENT is <{content}>\n"
 
 
 def question(number: int) -> str:
-    """The question about a line."""
+    """Return the question about a line."""
     return f"Question: What is the REGISTER_CONTENT of line {number}?\nAnswer:"
 
 
 def answer(content: int) -> str:
-    """The right answer, as it stays in the stream."""
+    """Return the right answer in the form that follows the question in the stream."""
     return f" <{content}>\n"
 
 
 def stated_value(completion: str) -> str:
-    """The answer in a completion: its first line, without surrounding spaces, angle brackets and full stop."""
+    """Return the answer in a completion: the first line, without surrounding spaces, angle brackets and full stop."""
     first = completion.lstrip().split("\n", 1)[0]
     return re.sub(r"^[\s<]+|[\s>.]+$", "", first)

@@ -16,21 +16,21 @@ from kvbench.harness.data.quiz import Script
 
 HUB_ID = "microsoft/SCBench"
 HUB_REVISION = "fcebb7411ecee50a0d8870d01eaed7c7452942fe"
-PROMPTS = {  # before the question; of the subsets in which an answer is right if it has the right string in it
+PROMPTS = {  # text before the question, for the subsets in which an answer is right if it contains the right string
     "scbench_kv": "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n",
     "scbench_prefix_suffix": "{context}\n\n",
 }
-MOST_ANSWER_TOKENS = 150  # of both
+MOST_ANSWER_TOKENS = 150  # in both subsets
 
 
 def conversations(subset: str, turns: int, contexts: int, directory: Path | None) -> tuple[str, list[Script]]:
-    """A description of the source, and the first contexts of a subset, each with its first turns.
+    """Return a description of the source, and the first contexts of a subset, each with its first turns.
 
     The directory has parquet or JSON-lines files with the hub's columns. Where files or folders are named after subsets, only
-    the matching ones are read.
+    the matching files are read.
 
     Raises:
-        UserError: there are too few contexts or turns, or a row does not follow the schema.
+        UserError: the subset has too few contexts or turns, or a row does not follow the schema.
     """
     if directory is None:
         data_files = {"test": f"{subset}/test-*.parquet"}
@@ -47,7 +47,7 @@ def conversations(subset: str, turns: int, contexts: int, directory: Path | None
 
 
 def _scripts(rows: Iterable[dict[str, Any]], subset: str, turns: int, contexts: int, place: str) -> Iterator[Script]:
-    """The conversations of the first rows."""
+    """Yield the conversations of the first rows."""
     for number, (row, _) in enumerate(zip(rows, range(contexts), strict=False)):
         try:
             pairs = [(str(turn["input"]), str(turn["answer"])) for turn in row["multi_turns"]]
@@ -63,5 +63,5 @@ def _scripts(rows: Iterable[dict[str, Any]], subset: str, turns: int, contexts: 
 
 
 def is_right(completion: str, gold: str) -> bool:
-    """Whether the right string is anywhere in what was said."""
+    """Whether a completion contains the right string."""
     return gold in completion

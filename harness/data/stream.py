@@ -1,4 +1,4 @@
-"""Streams of tokens made from texts, with fingerprints of the text they came from."""
+"""Streams of tokens made from texts, with fingerprints of the texts."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvbench.harness.core.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MIN_PIECE_CHARACTERS = 2**15  # tokenised at once; a piece has at most twice as many
+_MIN_PIECE_CHARACTERS = 2**15  # characters tokenised at once; a piece has at most twice as many
 _HASHED_AT_ONCE = 2**20
-_WORD = "a"  # any text, to see what a tokenizer puts before it
+_WORD = "a"  # any text, to find the tokens that a tokenizer puts before a text
 # Where to cut a text, in order of preference. No common tokenizer joins characters across the first two.
 _CUTS = (re.compile(r"(?<=\n)(?=\S)"), re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\S)(?=\s)"))
 
 
 @dataclass(frozen=True)
 class Text:
-    """Text with a title, such as a book."""
+    """A text with a title, such as a book."""
 
     title: str
     text: str
-    number: int | None = None  # in Project Gutenberg's catalogue
+    number: int | None = None  # number in Project Gutenberg's catalogue
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Texts, one after the other with nothing between them, as one stream of tokens."""
+    """Concatenated texts, with nothing between them, as one stream of tokens."""
 
     ids: NDArray[np.integer[Any]]  # the prefix, then the texts. [N] integers; `stream` keeps them on disk
     prefix: int  # tokens that open the stream and are never scored
     byte_counts: NDArray[np.integer[Any]]  # UTF-8 bytes of text per token, 0 in the prefix. [N], also on disk
     starts: tuple[tuple[str, int], ...]  # (title, index of the first token) of every text
-    source: str  # where the texts came from
-    text_sha256: str  # of the UTF-8 bytes of the text that the tokens cover
+    source: str  # description of the source of the texts
+    text_sha256: str  # sha256 of the UTF-8 bytes of the text that the tokens cover
 
     @property
     def ids_sha256(self) -> str:
@@ -55,7 +55,7 @@ class TokenStream:
         return len(self.ids) - self.prefix
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the data, for the record."""
+        """Return the facts about the data for the record."""
         return {
             "source": self.source,
             "text_sha256": self.text_sha256,
@@ -67,7 +67,7 @@ class TokenStream:
 
 
 def fingerprint(ids: NDArray[np.integer[Any]]) -> str:
-    """sha256 of token ids, as 64-bit integers."""
+    """Return the sha256 of token ids, as 64-bit integers."""
     digest = hashlib.sha256()
     for start in range(0, len(ids), _HASHED_AT_ONCE):
         digest.update(ids[start : start + _HASHED_AT_ONCE].astype("<i8").tobytes())
@@ -75,7 +75,7 @@ def fingerprint(ids: NDArray[np.integer[Any]]) -> str:
 
 
 class _DiskArray:
-    """A growing array of 32-bit integers in a temporary file, because a stream may be too long for memory."""
+    """A growing array of 32-bit integers in a temporary file, for streams that are too long for memory."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - __exit__ closes it
@@ -91,23 +91,23 @@ class _DiskArray:
         self._file.write(values.astype(np.int32).tobytes())
 
     def mapped(self) -> NDArray[np.int32]:
-        """The whole array, mapped from disk. [N]."""
+        """Return the whole array, mapped from disk. [N]."""
         self._file.flush()
         return np.memmap(self._file, np.int32, "r+") if self._file.tell() else np.zeros(0, np.int32)
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the tokenizer itself puts before a text: a BOS, sink tokens, or a model's own marks."""
+    """Return the tokens that the tokenizer itself puts before a text: a BOS, sink tokens, or a model's own marks."""
     alone, inside = (list(tokenizer(_WORD, add_special_tokens=special)["input_ids"]) for special in (False, True))
     before = range(len(inside) - len(alone) + 1)
     return next((inside[:count] for count in before if inside[count : count + len(alone)] == alone), [])
 
 
 def newline(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token for a newline.
+    """Return the token for a single newline.
 
     Raises:
-        UserError: the tokenizer has no token for a newline alone.
+        UserError: the tokenizer has no token for a single newline.
     """
     ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
     if not ids or tokenizer.decode(ids[-1:]) != "\n":
@@ -123,9 +123,10 @@ def stream(
     prefix: list[int] | None = None,
     short: bool = False,
 ) -> TokenStream:
-    """A prefix, by default the tokenizer's own BOS, then the first `tokens` tokens of the texts (fewer if `short`).
+    """Return a stream of a prefix, by default the tokenizer's own BOS, and the first `tokens` tokens of the texts.
 
-    Each text is tokenised by itself, without special tokens. Nothing is put between texts.
+    Each text is tokenised by itself, without special tokens. Nothing is put between texts. If `short`, the texts may have fewer
+    than `tokens` tokens.
 
     Raises:
         UserError: the texts have too few tokens.
@@ -150,12 +151,12 @@ def stream(
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first `most` token ids of a text, and the UTF-8 byte offset at which each ends.
+    """Return the first `most` token ids of a text, and the UTF-8 byte offset at which each token ends.
 
     The text is tokenised in pieces, because a tokenizer's output takes kilobytes per token. Each piece starts with the last
-    character of the previous one, and that character's tokens are dropped. This gives the tokens of the whole text, with two
+    character of the previous piece, and that character's tokens are dropped. This gives the tokens of the whole text, with two
     exceptions. A tokenizer that looks ahead to the end of white space, like GPT-2's, may split several newlines before a cut
-    differently. And a cut may fall inside a token if 32,768 characters have no space between two words.
+    differently. A cut may fall inside a token if 32,768 characters have no space between two words.
     """
     ids, ends, byte = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for overlap, piece in _pieces(text):
@@ -175,7 +176,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
-    """The pieces of a text, each with the number of characters it shares with the previous one (0 or 1)."""
+    """Yield the pieces of a text, each with the number of characters that it shares with the previous piece (0 or 1)."""
     start = overlap = 0
     while start < len(text):
         stop, between_tokens = _cut(text, start)

@@ -1,4 +1,4 @@
-"""Rows of data sets: of parquet and JSON-lines files in a local directory, or from the hub."""
+"""Rows of data sets, from parquet and JSON-lines files in a local directory or from the hub."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _LONGEST_ROW = 2**28  # bytes
 
 
 def files(directory: Path, *choices: tuple[Sequence[str], str]) -> list[Path]:
-    """The parquet and JSON-lines files of a directory, or the one file that it is.
+    """Return the parquet and JSON-lines files of a directory.
 
     Args:
-        directory: to look in, and below.
-        choices: names of subsets or splits, and the wanted one. Where a file bears such a name, as a whole word of its own name
-            or as the name of a folder inside the directory, only files that bear the wanted one count. Files that bear none of
-            the names are then named on stderr.
+        directory: directory that is searched with its subfolders, or a single file.
+        choices: names of subsets or splits, and the wanted name. A file bears a name that is a whole word of its own name, or a
+            folder inside the directory. If any file bears one of the names, only files that bear the wanted name are returned,
+            and files without any of the names are reported on stderr.
 
     Raises:
-        UserError: there are none.
+        UserError: the directory has no such file.
     """
     chosen = files_below(directory, (".parquet", ".jsonl"))
     for names, wanted in choices:
@@ -44,10 +44,10 @@ def _bears(file: Path, name: str, directory: Path) -> bool:
 
 
 def rows(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of a file.
+    """Return the rows of a file.
 
     Raises:
-        UserError: it can't be read, or lacks one of these columns.
+        UserError: the file can't be read, or lacks one of these columns.
     """
     import pyarrow
     import pyarrow.json
@@ -72,16 +72,16 @@ def rows(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def hub_rows(name: str, hub_id: str, *which: str, **how: Any) -> Iterable[dict[str, Any]]:
-    """The rows of a data set on the hub. `datasets` uses its local cache first.
+    """Return the rows of a data set on the hub. `datasets` uses its local cache first.
 
     Args:
-        name: of the data set, for messages.
-        hub_id: its id.
-        which: its subset.
+        name: name of the data set, for messages.
+        hub_id: id of the data set on the hub.
+        which: name of the subset.
         how: further arguments of `load_dataset`.
 
     Raises:
-        UserError: it can't be loaded.
+        UserError: the data set can't be loaded.
     """
     try:
         from datasets import load_dataset

@@ -1,4 +1,4 @@
-"""Text for tasks that read running text: books, Wikipedia articles, generated prose or Bigram-Backcopy's words."""
+"""Texts for tasks that read running text: books, Wikipedia articles, generated prose or Bigram-Backcopy's words."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ Source = Literal["pg19", "wikitext", "prose", "backcopy"]
 Split = Literal["train", "validation", "test"]
 GENERATED = ("prose", "backcopy")
 _OF_FILES = ("pg19", "wikitext")
-_CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts into a token
+_CHARACTERS_PER_TOKEN = 8  # generated characters per token; more than any of our tokenizers puts into a token
 
 
 def texts(
     source: Source, split: Split, book: int | None, seed: int, tokens: int, directory: Path | None
 ) -> tuple[str, Iterator[Text]]:
-    """A description of the source, and its texts in order.
+    """Return a description of the source, and its texts in order.
 
-    `book` is the Project Gutenberg number of the only one to read. The seed is that of generated text, of which there is as
-    much as `tokens` may need. A directory may hold several sources, each in a folder of its name.
+    Args:
+        book: Project Gutenberg number of the only book to read; None: all books.
+        seed: seed of generated text.
+        tokens: number of tokens for which generated text must suffice.
+        directory: directory of the texts. It may hold several sources, each in a folder of its name.
 
     Raises:
-        UserError: the texts are not available, there is no such book, or the directory has a folder of another source alone.
+        UserError: the texts are not available, the book does not exist, or the directory has only a folder of another source.
     """
     if source == "prose":
         return f"prose generated from seed {seed}", iter([Text("prose", Prose(seed).text(_CHARACTERS_PER_TOKEN * tokens))])
@@ -41,7 +44,7 @@ def texts(
 
 
 def check_folders(sources: Iterable[str], directory: Path) -> None:
-    """Check that a directory keeps several sources apart.
+    """Check that a directory has a separate folder for each of several sources.
 
     Raises:
         UserError: the sources would be read from the same files.
@@ -53,7 +56,7 @@ def check_folders(sources: Iterable[str], directory: Path) -> None:
 
 
 def _folder_of(source: Source, directory: Path) -> Path:
-    """Return the folder of a source inside a directory, or the directory itself if it is divided into none."""
+    """Return the folder of a source inside a directory, or the directory itself if it has no folders of sources."""
     if (directory / source).is_dir():
         return directory / source
     if other := next((name for name in _OF_FILES if (directory / name).is_dir()), None):

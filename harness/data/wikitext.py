@@ -21,18 +21,18 @@ from kvbench.harness.data.tables import hub_rows
 HUB_ID = "Salesforce/wikitext"
 HUB_CONFIG = "wikitext-2-raw-v1"
 HUB_REVISION = "b08601e04326c79dfdd32d625aee71d232d685c3"
-_BLANK = " \n"  # a line without a word, which the hub's edition has as an empty row
-_ROWS = 4096  # of a parquet file, read at once
+_BLANK = " \n"  # a blank line, which the hub's edition has as an empty row
+_ROWS = 4096  # rows of a parquet file that are read at once
 
 
 def articles(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
-    """A description of the source, and the one text of a split.
+    """Return a description of the source, and the one text of a split.
 
-    The directory has `wiki.test.raw`, `wiki.valid.raw` and `wiki.train.raw`, or the hub's parquet files, in a folder
-    `wikitext-2-raw-v1` or not; or it is one such file.
+    The directory has `wiki.test.raw`, `wiki.valid.raw` and `wiki.train.raw`, or the hub's parquet files. The files may be in a
+    folder `wikitext-2-raw-v1`. `directory` may also be one such file.
 
     Raises:
-        UserError: there is no text, texts of several editions are there, or the directory or the hub can't be reached.
+        UserError: the directory has no text or texts of several editions, or the directory or the hub can't be reached.
     """
     title = f"WikiText-2 {split}"
     if directory is None:
@@ -43,7 +43,7 @@ def articles(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
 
 
 def _files(directory: Path, split: str) -> list[Path]:
-    """The files of a split: one `.raw`, or the parts of a parquet file."""
+    """Return the files of a split: one `.raw` file, or the parts of a parquet file."""
     files = files_below(directory, (".raw", ".parquet"))
     files = [f for f in files if f.parent.name == HUB_CONFIG] or [f for f in files if f.suffix.lower() == ".raw"] or files
     if not files:
@@ -60,5 +60,5 @@ def _text(file: Path) -> str:
 
 
 def _joined(lines: Iterable[dict[str, Any]]) -> str:
-    """Rows of the hub's edition as the raw file has them."""
+    """Return the rows of the hub's edition as the text of the raw file."""
     return "".join(line["text"] or _BLANK for line in lines)
