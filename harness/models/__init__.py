@@ -1,1 +1,1 @@
-"""Finds a model's files, loads it, and checks that the engine drives it exactly."""
+"""Models: find a model's files, load the model, and check that the engine drives it exactly."""

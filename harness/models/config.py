@@ -1,4 +1,4 @@
-"""Reads and checks a model's config.json, so that a mistake in it is reported here and not by a crash later."""
+"""Reading and checking of a model's config.json, so that mistakes are reported before they cause a crash."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def read_config(directory: Path) -> PreTrainedConfig:
     """Read the config of a model, given its directory or the config file itself.
 
     Raises:
-        UserError: transformers can't read it; the message says why.
+        UserError: transformers can't read the config; the message has the reason.
     """
     file = directory if directory.is_file() else directory / "config.json"
     name = f"{file.parent.name}/{file.name}"
     value = _json_object(file)
     if (generation := file.with_name("generation_config.json")).exists():
-        _json_object(generation)  # transformers would go on without one that it can't read
+        _json_object(generation)  # transformers would ignore an unreadable generation config
     for part in (value, value.get("text_config")):
         if isinstance(part, dict):
             _check_counts(part, name)
@@ -59,7 +59,7 @@ def _json_object(file: Path) -> dict[str, Any]:
     """Return the object in a file.
 
     Raises:
-        UserError: it can't be read, or holds something else.
+        UserError: the file can't be read, or holds no JSON object.
     """
     name = f"{file.parent.name}/{file.name}"
     try:
@@ -74,7 +74,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def first_cause(error: BaseException) -> str:
-    """The first line of the message at the bottom of an error's chain of causes."""
+    """Return the first line of the message of an error's first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -82,7 +82,7 @@ def first_cause(error: BaseException) -> str:
 
 
 def _refuse_quantised(part: dict[str, Any], name: str) -> None:
-    """Refuse quantised weights: which code multiplies by them depends on the packages that are installed."""
+    """Refuse quantised weights, because the code that multiplies by them depends on the installed packages."""
     if quantisation := part.get("quantization_config"):
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
         raise UserError(
@@ -92,7 +92,7 @@ def _refuse_quantised(part: dict[str, Any], name: str) -> None:
 
 
 def _check_counts(part: dict[str, Any], name: str) -> None:
-    """Refuse sizes that are no positive whole numbers of 64 bits. Lists with a value per layer are left to transformers."""
+    """Refuse sizes that are not positive 64-bit integers. Transformers checks lists with a value per layer."""
     for key in _COUNTS:
         value = part.get(key)
         if isinstance(value, (str, bool, float)) or (isinstance(value, int) and not 1 <= value <= LARGEST_INTEGER):

@@ -1,4 +1,4 @@
-"""Digests of large files, remembered in the user's cache."""
+"""Digests of large files, cached in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvbench.harness.core.user_cache import cache_folder, make_private
 
 
 def file_digest(file: Path) -> str:
-    """Return the sha256 of a file. Digests are cached by path, size and times, since weights are large.
+    """Return the sha256 of a file. Digests are cached by path, size and times, because weights are large.
 
-    Unpackers and copies set the time of modification, but none can set that of the last change of the file's inode.
+    Copying and unpacking programs can set a file's modification time, but no program can set the change time of its inode.
     """
     folder = cache_folder()
     try:
@@ -32,6 +32,6 @@ def file_digest(file: Path) -> str:
             make_private(folder)
             with atomic_write(folder / "digests.json") as out:
                 json.dump(cache, out)
-        except OSError:  # it is only a cache
+        except OSError:  # the digest is correct without the cache
             pass
     return str(cache[name])

@@ -1,4 +1,4 @@
-"""Tiny random models of popular families, to show which of them pass the self-check.
+"""Tiny random models of popular families, to show which families pass the self-check.
 
 This is not a list of supported models: any model that passes the self-check at load works.
 """
@@ -28,7 +28,7 @@ _TINY: dict[str, Any] = {
 _MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _WINDOW: dict[str, Any] = {"sliding_window": 16, "head_dim": 16}
 _MIXED: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-# The last layer reads the K and V of the first one of its kind.
+# The last layer reads the K and V of the first layer of its kind.
 _SHARED: dict[str, Any] = {
     **_WINDOW,
     "num_hidden_layers": 3,
@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A two-layer model of a family, with random float32 weights, on the CPU. `overrides` are values of its config.
+    """Return a two-layer model of a family, with random float32 weights, on the CPU. `overrides` are values of its config.
 
     Raises:
         KeyError: the installed transformers does not know the family.

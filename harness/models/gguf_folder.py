@@ -1,4 +1,4 @@
-"""Converts a GGUF file, once, to an ordinary model folder in the user's cache: weights in float32, config and tokenizer."""
+"""Conversion of a GGUF file to a model folder in the user's cache, with float32 weights, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvbench.harness.models.digests import file_digest
 from kvbench.harness.models.gguf_header import MARKER, GGUFHeader
 
 _log = logging.getLogger("kv-bench")
-_FORMAT = 1  # of the folder; raised when a conversion gives other weights, another config or another tokenizer
-_FLOATS = ("F32", "F16", "BF16", "F64")  # float32 holds their values, or almost
-# Values of tokenizer.ggml.pre, as llama.cpp's `llm_tokenizer_bpe` defines them. Transformers splits all others as GPT-2 does,
-# unless it knows better.
+_FORMAT = 1  # version of the folder; raised when a conversion gives other weights, another config or another tokenizer
+_FLOATS = ("F32", "F16", "BF16", "F64")  # types whose values float32 holds, exactly or nearly
+# Values of tokenizer.ggml.pre, as llama.cpp's `llm_tokenizer_bpe` defines them. For all other values, transformers splits text as
+# GPT-2 does, unless it has a converter for the value.
 _SPLIT_LIKE_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "trillion", "granite-docling"}
 _SPLIT_DIGITS_FIRST = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the model folder that a GGUF file is converted to. The first call converts it.
+    """Return the model folder of a converted GGUF file. The first call converts the file.
 
     Raises:
         UserError: the package gguf is not installed, the file is damaged, or transformers can't convert its architecture.
@@ -53,7 +53,7 @@ def gguf_folder(file: Path) -> Path:
 
 
 def _refuse_unreadable(header: GGUFHeader, file: Path) -> None:
-    """Refuse files that transformers would not read, or not completely."""
+    """Refuse files that transformers would read incompletely or not at all."""
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError:
@@ -124,7 +124,7 @@ def _convert(file: Path, header: GGUFHeader, folder: Path) -> None:
 
 def _dequantised(file: Path) -> PreTrainedModel:
     """Read a model with weights in float32 and without traces of the quantisation."""
-    kept_packed = getattr(transformers, "GgufConfig", None)  # versions that have it compute on packed weights unless told not to
+    kept_packed = getattr(transformers, "GgufConfig", None)  # versions with this class compute on packed weights by default
     options = {} if kept_packed is None else {"quantization_config": kept_packed(dequantize=True)}
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that can't be turned off
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32", **options)
@@ -155,7 +155,7 @@ def _refuse_incomplete(model: PreTrainedModel, header: GGUFHeader, file: Path) -
 
 
 def _split_as_trained(tokenizer: PreTrainedTokenizerFast, header: GGUFHeader, file: Path) -> None:
-    """Give a byte-level BPE the pre-tokenizer that its merges were learned with, where transformers does not.
+    """Give a byte-level BPE the pre-tokenizer with which its merges were learned, if transformers does not.
 
     Raises:
         UserError: the pre-tokenizer is unknown.

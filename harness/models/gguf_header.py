@@ -1,6 +1,6 @@
-"""Reads the header of a GGUF file: its metadata and its table of tensors.
+"""Reader of the header of a GGUF file: metadata and table of tensors.
 
-The package gguf reads headers too, but takes seconds per 100,000 tokens of a vocabulary, whose entries are not needed here.
+The package gguf also reads headers, but takes seconds per 100,000 tokens of a vocabulary, whose entries are not needed here.
 Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -19,7 +19,7 @@ _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _MAX_STRING = 2**26  # bytes
-MARKER = "gguf.json"  # beside the folder of a converted model, so that a copy of the folder is an ordinary model
+MARKER = "gguf.json"  # file beside the folder of a converted model, so that a copy of the folder is an ordinary model
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class TensorEntry:
 class GGUFHeader:
     """Metadata and tensors of a GGUF file."""
 
-    metadata: dict[str, Any]  # of an array of strings, only its length
+    metadata: dict[str, Any]  # an array of strings is replaced by its length
     tensors: tuple[TensorEntry, ...]
-    data_start: int  # of the tensors' data, in bytes
+    data_start: int  # start of the tensors' data, in bytes
 
     @classmethod
     def read(cls, file: Path) -> GGUFHeader:
@@ -50,7 +50,7 @@ class GGUFHeader:
         try:
             with file.open("rb") as stream:
                 return _read(stream, file.name)
-        except UserError:  # which is a ValueError, too
+        except UserError:  # a subclass of ValueError
             raise
         except OSError as error:
             raise UserError(f"{file}: can't be read ({error.strerror})") from error

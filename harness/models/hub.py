@@ -1,4 +1,4 @@
-"""Finds a model's files (built in, in a local directory, or on the hub) and the digest of their weights."""
+"""A model's files (built in, in a local directory, or on the hub) and the digest of its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_random(model: str) -> bool:
 
 
 def is_local_name(model: str) -> bool:
-    """Whether an id is the bare name of a local directory, as records keep it, and no such directory is here."""
+    """Whether an id is the bare name of a local directory, as in records, and the directory does not exist here."""
     return ":" not in model and "/" not in model and model not in PACKAGED and not Path(model).exists()
 
 
@@ -39,17 +39,17 @@ def is_here(model: str) -> bool:
 
 
 def shapes() -> list[str]:
-    """The published model shapes that are available with random weights."""
+    """Return the names of the published model shapes that are available with random weights."""
     return sorted(p.stem for p in _SHAPES.glob("*.json"))
 
 
 def builtins() -> list[str]:
-    """The reference models that come with the project."""
+    """Return the names of the reference models that come with the project."""
     return sorted(p.parent.name for p in _BUILTIN.glob("*/config.json"))
 
 
 def _builtin(name: str) -> Path:
-    """The directory of a reference model."""
+    """Return the directory of a reference model."""
     known = builtins()
     if name not in known:
         hint = did_you_mean(name, known) if known else "; there are none yet"
@@ -58,7 +58,7 @@ def _builtin(name: str) -> Path:
 
 
 def _shape(name: str) -> Path:
-    """The config file of a shape: one of ours, or that of a model directory."""
+    """Return the config file of a shape, either one of ours or the config of a model directory."""
     file = _SHAPES / f"{name}.json" if name in shapes() else Path(name).expanduser() / "config.json"
     if not file.exists():
         hint = did_you_mean(name, shapes())
@@ -67,16 +67,16 @@ def _shape(name: str) -> Path:
 
 
 def model_directory(model: str, revision: str | None, allow_pickle: bool, gguf_file: str | None = None) -> Path:
-    """The directory of a model's files, downloaded or converted if necessary. For random weights, only the config file.
+    """Return the directory of a model's files, downloaded or converted if necessary. For random weights, return the config file.
 
     A model is a local directory, a GGUF file, a hub id (with a commit, branch or tag), "builtin:" and a name, "random:" and a
     shape, or the name of a packaged model. Weights that are not safetensors need `allow_pickle`.
 
     Args:
-        gguf_file: the one to read of a directory or hub repository.
+        gguf_file: name of the GGUF file to read from a directory or hub repository.
 
     Raises:
-        UserError: there is no such model, it has no weights, or the hub is out of reach.
+        UserError: the model does not exist or has no weights, or the hub is out of reach.
     """
     if gguf_file is None and is_random(model):
         return _shape(model.removeprefix(RANDOM))
@@ -113,10 +113,10 @@ def _hub_id(model: str) -> str:
 
 
 def _gguf(model: str, revision: str | None, name: str | None) -> Path | None:
-    """The GGUF file that a model is read from; None if it is read from other files.
+    """Return the GGUF file from which a model is read; None if the model is read from other files.
 
     Raises:
-        UserError: there is no such file, or a directory has several.
+        UserError: the file does not exist, or a directory has several GGUF files.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -131,7 +131,7 @@ def _gguf(model: str, revision: str | None, name: str | None) -> Path | None:
 
 
 def _gguf_inside(directory: Path, name: str | None) -> Path | None:
-    """The GGUF file of a directory: the named one, or the only one of a directory that has no safetensors."""
+    """Return the GGUF file of a directory: the named file, or the only file if the directory has no other weights."""
     files = sorted(file.name for file in directory.glob("*.gguf"))
     if name is None and (not files or _weights(directory, True)):
         return None
@@ -149,7 +149,7 @@ def _weights(directory: Path, allow_pickle: bool) -> list[Path]:
 
 
 def quiet() -> None:
-    """Silence the retry messages of the hub's libraries. We report an error once."""
+    """Silence the retry messages of the hub's libraries, because our own message reports the error once."""
     for name in ("huggingface_hub", "datasets", "transformers", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -169,7 +169,7 @@ def _download(model: str, revision: str | None, allow_pickle: bool) -> Path:
 
 
 def _from_hub(model: str, download: Callable[[Any], str]) -> Path:
-    """Return what a function of the package huggingface_hub downloads.
+    """Call a function of the package huggingface_hub, and return the path that it downloads.
 
     Raises:
         UserError: the hub is out of reach, or has no such model.
@@ -190,9 +190,9 @@ def _from_hub(model: str, download: Callable[[Any], str]) -> Path:
 
 
 def weights_digest(directory: Path) -> str:
-    """sha256 over configs and weights; of a converted GGUF file, that of the file.
+    """Return the sha256 over configs and weights; for a converted GGUF file, the sha256 of the file.
 
-    The generation config is among them: it names tokens that end an answer.
+    The generation config is included, because it names tokens that end an answer.
     """
     if origin := gguf_origin(directory):
         return str(origin["sha256"])

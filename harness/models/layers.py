@@ -1,4 +1,4 @@
-"""Places the layers of one model on several devices, with Accelerate's device map."""
+"""Placement of a model's layers on several devices, with Accelerate's device map."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.harness.core.errors import UserError
 
-_LIMIT_STEP = 1.02  # by which a device's share grows until the whole model fits
+_LIMIT_STEP = 1.02  # factor by which a device's share grows until the whole model fits
 
-DeviceMap = dict[str, torch.device]  # by name of a module
+DeviceMap = dict[str, torch.device]  # device of each module, by name
 
 
 def devices_for_layers(first: torch.device, count: int) -> list[torch.device]:
-    """The devices that the layers of a model are placed on: `count` CUDA devices from `first` on.
+    """Return the devices for the layers of a model: `count` CUDA devices from `first` on.
 
     Raises:
-        UserError: there are fewer.
+        UserError: the machine has fewer CUDA devices.
     """
     if first.type != "cuda":
         raise UserError(f"model.devices: {count}, parallel: layers needs {count} CUDA devices, and --device {first} is one")
@@ -59,7 +59,7 @@ def device_map(config: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[t
 
 
 def dispatch(hf: PreTrainedModel, places: DeviceMap) -> PreTrainedModel:
-    """Move every module to its device, and every layer's inputs when they come."""
+    """Move every module to its device, and hook every layer so that its inputs are moved, too."""
     from accelerate import dispatch_model
 
     moved: PreTrainedModel = dispatch_model(hf, dict(places), force_hooks=True)

@@ -1,4 +1,4 @@
-"""Loads a model from its files onto a device, adopts it for the decode loop and checks it."""
+"""Loading of models: read a model onto a device, adopt it for the decode loop, and check it."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _TOKENIZER_FILES = (
     "tiktoken.model",
 )
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-_LEAST_USED = 0.9  # share of a vocabulary that its tokenizer uses
-_PADDING = 256  # entries of a vocabulary, up to which even a small one may be padded
+_LEAST_USED = 0.9  # smallest share of a vocabulary that its tokenizer uses
+_PADDING = 256  # unused entries that are accepted in a vocabulary of any size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def device_of(name: str | torch.device) -> torch.device:
-    """The device with this name; "auto" is CUDA if available, else the CPU.
+    """Return the device with this name; "auto" is CUDA if available, else the CPU.
 
     Raises:
         UserError: the name is invalid, or this machine has no such device.
     """
-    name = str(name)  # from Python, a torch.device will do
+    name = str(name)  # callers in Python may pass a torch.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
@@ -60,7 +60,7 @@ def device_of(name: str | torch.device) -> torch.device:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name in `DTYPES`, or float64, to compare computations almost without rounding."""
+    """Return the torch dtype of a name in `DTYPES`, or of "float64", which comparisons use for small rounding errors."""
     return torch.float64 if name == "float64" else DTYPES[name]
 
 
@@ -73,7 +73,7 @@ def load(
     gguf_file: str | None = None,
     pickle: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in evaluation mode, and its tokenizer, as `kvbench.Cache` and transformers take them.
+    """Load a model in evaluation mode and its tokenizer, for `kvbench.Cache` and transformers.
 
     Args:
         model: a directory, a GGUF file, a hub id, `builtin:NAME`, or `smollm2`.
@@ -84,24 +84,24 @@ def load(
         pickle: accept weights that are not safetensors.
 
     Raises:
-        UserError: the model is not available, has no tokenizer, or its files are damaged; the message is one line.
+        UserError: the model is not available, has no tokenizer, or its files are damaged.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}'{did_you_mean(dtype, DTYPES)}")
     transformers.utils.logging.disable_progress_bar()
     directory = model_directory(str(model), revision, pickle, gguf_file)
-    config = read_config(directory)  # first, because it makes the model type of a plug-in known
+    config = read_config(directory)  # first, because it registers the model type of a plug-in
     tokenizer, on = load_tokenizer(directory), device_of(device)
     hf = read_weights(directory, config, DTYPES[dtype], pickle, attn_implementation=None)
     return hf.eval().to(on), tokenizer  # type: ignore[arg-type]  # transformers' stubs
 
 
 class LazyTokenizer:
-    """Loads the tokenizer of the model in a directory when it is called first.
+    """A tokenizer that is loaded from a model's directory at the first call.
 
     Attributes:
-        directory: of the model's files.
-        loaded: the tokenizer; None as long as nobody called.
+        directory: directory of the model's files.
+        loaded: the tokenizer; None before the first call.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -112,7 +112,7 @@ class LazyTokenizer:
         """Return the tokenizer.
 
         Raises:
-            UserError: there is none, or it can't map tokens to bytes.
+            UserError: the model has no tokenizer, or the tokenizer can't map tokens to bytes.
         """
         if self.loaded is None:
             self.loaded = load_tokenizer(self.directory)
@@ -120,10 +120,10 @@ class LazyTokenizer:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
+    """Load a model's tokenizer.
 
     Raises:
-        UserError: there is none, or it can't map tokens to bytes.
+        UserError: the model has no tokenizer, or the tokenizer can't map tokens to bytes.
     """
     if directory.is_file():
         raise UserError(
@@ -137,7 +137,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory,
             trust_remote_code=False,
-            mistral_format=False,  # else decided by whether mistral-common is installed
+            mistral_format=False,  # the default depends on whether mistral-common is installed
         )
     except Exception as error:  # transformers and tokenizers raise many kinds
         raise UserError(
@@ -151,16 +151,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_digest(directory: Path) -> str:
-    """sha256 over the files of a model's tokenizer."""
+    """Return the sha256 over the files of a model's tokenizer."""
     files = [directory / name for name in (*_TOKENIZER_FILES, *_TOKENIZER_SETTINGS)]
     return hashlib.sha256("".join(file_digest(file) for file in files if file.exists()).encode()).hexdigest()
 
 
 def tokenizer_differs(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str | None:
-    """How a tokenizer disagrees with its model's config; None if it doesn't.
+    """Return the disagreement of a tokenizer with its model's config; None if they agree.
 
-    Vocabularies are padded, to a multiple of 128 say, and some chat models change one special token, so that only what can't
-    come from that counts: too many entries, far too few, or none of the special tokens that both name alike.
+    Vocabularies may be padded, for example to a multiple of 128, and some chat models change one special token. Three differences
+    count as disagreement: too many entries, far too few entries, or no special token in common.
     """
     config = read_config(directory).get_text_config()
     entries, rows = len(tokenizer), config.vocab_size
@@ -188,14 +188,17 @@ def load_model(
 ) -> Model:
     """Load a model, adopt it for the decode loop, and check it against its own forward pass.
 
-    TF32 is turned off, because float32 on a GPU would fail that check.
+    TF32 is turned off, because float32 on a GPU would fail the check.
 
-    With `random`, `directory` is the config file, and weights are drawn on the device, the same at every call. `rope_length` is
-    the longest position + 1, in tokens, for RoPE types whose tables depend on it. With several devices, its layers are spread
-    over them, `device` the first.
+    Args:
+        directory: directory of the model's files; with `random`, the config file.
+        device: device of the model, or the first of several devices.
+        rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
+        random: whether weights are drawn on the device, with equal values at every call.
+        devices: number of devices over which the layers are spread.
 
     Raises:
-        UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
+        UserError: the model is not a causal language model, its files are damaged or don't match its config, its logits are not
             finite, or it can't be driven exactly.
         MemoryError: random weights don't fit.
     """
@@ -213,7 +216,7 @@ def load_model(
 def _placed(
     directory: Path, config: Any, dtype: torch.dtype, device: torch.device, allow_pickle: bool, random: bool, devices: int
 ) -> PreTrainedModel:
-    """The model, on its devices."""
+    """Return the model on its devices."""
     if devices > 1:
         places = device_map(config, dtype, devices_for_layers(device, devices), AutoModelForCausalLM)
         if random:
@@ -225,7 +228,7 @@ def _placed(
 
 
 def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None) -> Model:
-    """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
+    """Adopt and check a model. Non-finite logits are reported even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:
         model = adopt(hf, rope_length)
@@ -248,7 +251,11 @@ def refuse_unless_finite(hf: PreTrainedModel, name: str, dtype: str) -> None:
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device, model_class: Any) -> PreTrainedModel:
-    """A model with this config whose weights are drawn by its own initialisation, seed 0."""
+    """Return a model with this config whose weights are drawn by its own initialisation with seed 0.
+
+    Raises:
+        MemoryError: the weights don't fit.
+    """
     with torch.device("meta"):
         needed = dtype.itemsize * sum(p.numel() for p in model_class.from_config(config).parameters())
     if needed > free_bytes(device):

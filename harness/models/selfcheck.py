@@ -1,6 +1,6 @@
-"""The self-check of every loaded model: our dense path against the model's own forward pass.
+"""Self-check of every loaded model: comparison of our dense path with the model's own forward pass.
 
-This check, not a list of names, decides which model families work.
+The self-check decides which model families work; there is no list of names.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ _TOKENS = 24
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4}  # relative to the largest logit
 _ROUNDING_16_BITS = 4e-2
 _ROUNDING_PER_POSITION = 4 * 2**-24  # models have float32 tables: an angle at position p is uncertain by p * 2**-24
-_SHRUNK_WINDOW = 8  # tokens; small enough for the check's tokens to cross it
+_SHRUNK_WINDOW = 8  # tokens; smaller than the number of tokens of the check
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 
 
 def check(model: Model, rope_length: int | None = None) -> float:
-    """Largest difference in logits between our dense path and the model's own forward pass, in units of rounding error.
+    """Return the largest difference in logits between our dense path and the model's own forward pass, in rounding errors.
 
     Our path reads blocks of 1 and of 12 tokens, once with the model's own sliding windows and once with windows of 8 tokens. The
-    reference runs at position offset 0 and, unless positions are learned, at every length in the config; RoPE is relative, so its
-    logits must not change. Both run in float32 if a copy fits into memory, else in the model's own dtype. The rounding error is
-    1e-4 of the largest logit (4e-2 in 16 bits), and grows with the offset, where the model's own float32 angles lose digits.
-    `rope_length` is the longest position + 1, in tokens, for RoPE types whose tables depend on it.
+    reference runs at position offset 0 and, unless positions are learned, at every length in the config. RoPE is relative, so the
+    logits must not change with the offset. Both paths run in float32 if a copy fits into memory, else in the model's own dtype.
+    The rounding error is 1e-4 of the largest logit (4e-2 in 16 bits). It grows with the offset, because the model's own float32
+    angles lose digits.
+
+    Args:
+        rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
 
     Raises:
         UnsupportedModelError: the logits differ by more than the rounding error.
@@ -52,9 +55,9 @@ def check(model: Model, rope_length: int | None = None) -> float:
 
 
 def has_finite_output(hf: PreTrainedModel) -> bool:
-    """Whether the model's own forward pass, in its own dtype, gives finite logits, or hidden states if it has no head.
+    """Whether the model's own forward pass gives finite logits, or finite hidden states if the model has no head.
 
-    True if it can't run at all.
+    The pass runs in the model's own dtype. The result is True if the pass can't run at all.
     """
     vocabulary = hf.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(hf.device)
@@ -67,7 +70,7 @@ def has_finite_output(hf: PreTrainedModel) -> bool:
 
 
 def _difference(model: Model, rope_length: int | None) -> float:
-    """The largest difference over both block sizes and all offsets, in units of rounding error."""
+    """Return the largest difference over both block sizes and all offsets, in rounding errors."""
     vocabulary = model.hf.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
     ours = []
@@ -86,7 +89,7 @@ def _difference(model: Model, rope_length: int | None) -> float:
 
 
 def _offsets(hf: PreTrainedModel, rope_length: int | None) -> list[int]:
-    """Position offsets of the reference: 0 and every length in the config."""
+    """Return the position offsets of the reference: 0 and every length in the config."""
     if rope_length is not None:
         return [rope_length - _TOKENS]
     config = hf.config.get_text_config()
@@ -99,13 +102,13 @@ def _offsets(hf: PreTrainedModel, rope_length: int | None) -> list[int]:
 
 
 def _windows(hf: PreTrainedModel) -> list[tuple[Any, str]]:
-    """Config and modules with the names of their settings that are sliding windows or attention chunks."""
+    """Return (holder, name) of every sliding window or attention chunk set in the config or in a module."""
     holders: list[Any] = [hf.config.get_text_config(), *hf.modules()]
     return [(holder, name) for holder in holders for name in _WINDOW_SETTINGS if isinstance(getattr(holder, name, None), int)]
 
 
 def _with_shrunk_windows(hf: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model, with the same weights, all of whose sliding windows and attention chunks are small."""
+    """Return a copy of the model that shares its weights and has small sliding windows and attention chunks."""
     copied = private_copy(hf)
     for holder, name in _windows(copied):
         setattr(holder, name, _SHRUNK_WINDOW)
@@ -113,7 +116,7 @@ def _with_shrunk_windows(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def _float32_fits(hf: PreTrainedModel) -> bool:
-    """Whether a float32 copy of the weights fits beside the model, with room to work."""
+    """Whether a float32 copy of the weights fits into free memory, with a margin of 20 %."""
     needed: dict[torch.device, float] = {}
     for parameter in hf.parameters():
         needed[parameter.device] = needed.get(parameter.device, 0) + 1.2 * 4 * parameter.numel()

@@ -1,4 +1,4 @@
-"""A model's size from its config: enough to compute the size of its caches without loading weights."""
+"""Sizes of a model, read from its config, to compute the size of its caches without loading weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvbench.policies import HeadSizes, Policy
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide what a model costs to run."""
+    """Sizes that determine the cost of running a model."""
 
     heads: int  # KV heads per layer
     queries: int  # query heads per layer
-    head_dim: int  # of K and of V
-    parameters: int  # approximate number
-    windows: tuple[int | None, ...]  # for every layer, the tokens that a query sees, itself included; None if all
+    head_dim: int  # dimension of a key and of a value
+    parameters: int  # approximate number of parameters
+    windows: tuple[int | None, ...]  # sliding window of every layer in tokens, the query's own included; None: unbounded
 
     @property
     def layers(self) -> int:
@@ -33,21 +33,21 @@ class ModelShape:
         return len(self.windows)
 
     def kv_bytes(self, capacity: int, streams: int, itemsize: int, codec: Codec | None = None) -> int:
-        """Bytes of a cache's K/V slots: `capacity + 1` per layer, or the sliding window if that is smaller."""
+        """Return the bytes of a cache's K/V slots: `capacity + 1` slots per layer, or the sliding window if smaller."""
         slots = [capacity + 1 if window is None else min(capacity + 1, window) for window in self.windows]
         if codec is not None:
             return streams * self.heads * sum(codec.allocated(n, self.head_dim, self.head_dim, itemsize) for n in slots)
         return 2 * streams * self.heads * self.head_dim * itemsize * sum(slots)
 
     def state_bytes(self, policy: Policy, slots: int, capacity: int, number_bytes: int, grows: bool) -> int:
-        """Bytes that a stream's cache takes beside K and V: ranks, positions, free slots and statistics.
+        """Return the bytes of a stream's cache besides K and V: ranks, positions, free slots and statistics.
 
         Args:
-            policy: not yet bound.
-            slots: of each KV head, but in layers whose sliding window is smaller.
+            policy: policy that is not yet bound.
+            slots: slots of each KV head in layers without a smaller sliding window.
             capacity: tokens per KV head kept between steps.
             number_bytes: bytes of a statistic's number.
-            grows: nothing is evicted any more, so that statistics go unless they last.
+            grows: whether the cache grows without further eviction, so that only lasting statistics are kept.
 
         Raises:
             ValueError: the policy can't serve the capacity.
@@ -65,9 +65,11 @@ class ModelShape:
     def capacity_within(
         self, size: int, itemsize: int, spare: int = 1, codec: Codec | None = None, state: Callable[[int], int] | None = None
     ) -> int:
-        """The largest capacity that `size` bytes of K/V slots allow one stream; 0 if there is none.
+        """Return the largest capacity of one stream that fits into `size` bytes of K/V slots; 0 if none fits.
 
-        `spare` slots are allocated beyond the capacity. `state` says how many bytes beside K and V count at a capacity.
+        Args:
+            spare: slots that are allocated beyond the capacity.
+            state: function of the capacity that returns the bytes besides K and V to count.
         """
         of_slot = self.head_dim * itemsize if codec is None else codec.bytes_of(self.head_dim, itemsize)
         low, high = 0, size // (2 * self.heads * of_slot) + 1
@@ -80,14 +82,14 @@ class ModelShape:
 
 
 def shape_of(config: Any) -> ModelShape | None:
-    """The shape in a transformers config; None if the model has no attention."""
+    """Return the shape in a transformers config; None if the model has no attention."""
     text = config.get_text_config()
     try:
         queries, hidden, layers = text.num_attention_heads, text.hidden_size, text.num_hidden_layers
         head_dim = getattr(text, "head_dim", None) or hidden // queries
         heads = getattr(text, "num_key_value_heads", None) or queries
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
-        inners = sum(inner) if isinstance(inner, list) else layers * inner  # Gemma 3n has one for every layer
+        inners = sum(inner) if isinstance(inner, list) else layers * inner  # Gemma 3n has a size for every layer
         embedded = getattr(text, "vocab_size", 0)
         parameters = hidden * (layers * 2 * head_dim * (queries + heads) + 3 * inners + embedded)
         return ModelShape(heads, queries, head_dim, parameters, _windows(text, layers))
@@ -96,10 +98,10 @@ def shape_of(config: Any) -> ModelShape | None:
 
 
 def readable_shape(model: str, revision: str | None, gguf_file: str | None = None) -> ModelShape | None:
-    """The shape of a model from its config, without its weights; None if neither a directory, the cache nor the hub has it.
+    """Return the shape of a model from its config alone; None if the config is in no directory, not cached and not on the hub.
 
     Raises:
-        UserError: there is a config, but it can't be read.
+        UserError: the config exists but can't be read.
     """
     quiet()
     directory = Path(model).expanduser()
@@ -117,7 +119,7 @@ def readable_shape(model: str, revision: str | None, gguf_file: str | None = Non
 
 
 def _windows(text: Any, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of every layer."""
+    """Return the sliding window of every layer."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:

@@ -1,4 +1,4 @@
-"""Reads a model's weights and refuses incomplete files. Transformers alone would draw missing tensors at random."""
+"""Reading of a model's weights. Incomplete files are refused, because transformers would draw missing tensors at random."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.attention import NAME
 from kvbench.harness.models.config import first_cause
 
-_POOLER = re.compile(r"(^|\.)pooler\.")  # reads the last hidden states; what it makes of them is never looked at
+_POOLER = re.compile(r"(^|\.)pooler\.")  # a layer on the last hidden states, whose output is never used
 _OBSOLETE_BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias|attention\.bias|attn\.bias)$")  # now computed at load
 _MAX_NAMED_TENSORS = 3
 
@@ -33,11 +33,10 @@ def read_weights(
 ) -> PreTrainedModel:
     """Read a model with all its weights.
 
-    `placed` are options of `from_pretrained` that say on which devices its parts go; without them, on the CPU.
-
     Args:
-        head: the files must have the head of `model_class`, and no other. Without `head`, tensors of heads may be missing or left
-            over, and then the model comes without a head.
+        head: whether the files must have exactly the head of `model_class`. If False, tensors of heads may be missing or
+            unexpected, and the model is then returned without a head.
+        placed: options of `from_pretrained` that place the model's parts on devices; without options, the CPU.
 
     Raises:
         UserError: a file is damaged, or its tensors don't match the config.
@@ -51,7 +50,7 @@ def read_weights(
             attn_implementation=attn_implementation,
             trust_remote_code=False,
             use_safetensors=None if allow_pickle else True,
-            ignore_mismatched_sizes=True,  # `_misfits` has their names
+            ignore_mismatched_sizes=True,  # `_misfits` returns their names
             output_loading_info=True,
             **placed,
         )
@@ -84,9 +83,10 @@ def _refuse_damaged(directory: Path) -> None:
 
 
 def _misfits(model: PreTrainedModel, info: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The tensors in which files don't match the config, by fault. Missing tensors of the model were drawn at random.
+    """Return the tensors in which files don't match the config, by fault. Missing tensors were drawn at random.
 
-    `info` is transformers' loading info: names of missing and unexpected keys, and (name, shape, shape) of mismatched ones.
+    Args:
+        info: transformers' loading info: names of missing and unexpected keys, and (name, shape, shape) of mismatched keys.
     """
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     tensors = dict(model.named_parameters(remove_duplicate=False))
@@ -101,12 +101,12 @@ def _misfits(model: PreTrainedModel, info: Mapping[str, Any]) -> dict[str, list[
 
 
 def _of_head(key: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor is outside the model without its head. Files of headless models lack the prefix of that part."""
+    """Whether a tensor belongs to a head. Files of models without a head lack the prefix of the base model."""
     first = key.partition(".")[0]
     return first != model.base_model_prefix and not hasattr(model.base_model, first)
 
 
 def _some(keys: Iterable[str]) -> str:
-    """The first few names, in the order of the layers."""
+    """Return the first few names as text, in the order of the layers."""
     ordered = sorted(keys, key=lambda key: ([int(part) if part.isdigit() else -1 for part in key.split(".")], key))
     return ", ".join(ordered[:_MAX_NAMED_TENSORS]) + (", ..." if len(ordered) > _MAX_NAMED_TENSORS else "")
