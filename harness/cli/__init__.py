@@ -1,4 +1,4 @@
-"""The command `bench`. Results go to stdout, everything else to stderr. Heavy modules are imported only when needed."""
+"""The command `bench`. Results go to stdout, messages and progress to stderr. Heavy modules are imported only when needed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import Exit, UserError, described, first_line
 from kvbench.harness.core.visible import visible
 
-_EXPECTED = (UserError, OSError, click.ClickException, click.Abort, click.exceptions.Exit)  # that `main` reports itself
+_EXPECTED = (UserError, OSError, click.ClickException, click.Abort, click.exceptions.Exit)  # errors that `main` reports itself
 
 
 class _Commands(click.Group):
-    """Group of all commands. It handles closed pipes: click would exit with 1, which some commands use as an answer."""
+    """Group of all commands. It handles closed pipes, because click would exit with 1, which some commands use as an answer."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names that `bench --help` shows."""
         return sorted({*self.commands, *plugin_commands()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command of ours, or else that of an installed package."""
+        """Return one of our commands, or a command of an installed package."""
         return super().get_command(ctx, cmd_name) or plugin_commands().get(cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -99,7 +99,7 @@ accept_debug(cli)
 
 
 def main() -> None:
-    """The console script. A user's mistake becomes one line and an exit code (`Exit`); a bug of ours keeps its traceback."""
+    """Run the console script. A user's mistake gives one line and an exit code (`Exit`); our bugs give a traceback."""
     _open_closed_streams()
     try:
         code = _run()
@@ -130,7 +130,7 @@ def _run() -> int:
         return Exit.STOPPED
     except BrokenPipeError:
         raise
-    except OSError as error:  # of the user's disk or network
+    except OSError as error:  # an error of the user's disk or network
         name, reason = error.filename or "a file or connection", error.strerror or first_line(error) or type(error).__name__
         return _report_mistake(f"{visible(name)}: {visible(reason)}; finished cells are kept; --debug shows where")
     except Exception:
@@ -138,14 +138,14 @@ def _run() -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device as stdout or stderr if this process was started with that closed."""
+    """Open the null device as stdout or stderr if the process was started with the stream closed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
 def _exit_closed_pipe() -> NoReturn:
-    """Exit because the reader of our output is gone. Buffered output goes to the null device, so that exit can't fail."""
+    """Exit because the reader of our output is gone. Buffered output goes to the null device, so that exiting can't fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # in tests, a stream may not be a file
@@ -154,7 +154,7 @@ def _exit_closed_pipe() -> NoReturn:
 
 
 def _report_mistake(message: str) -> int:
-    """Print one line, after the traceback with --debug."""
+    """Print a mistake in one line, after the traceback if --debug is given."""
     if debugging():
         traceback.print_exc()
     click.echo(f"bench: {message}", err=True)
@@ -162,7 +162,7 @@ def _report_mistake(message: str) -> int:
 
 
 def _report_crash() -> int:
-    """Print everything that a bug report needs."""
+    """Print the traceback and versions that a bug report needs."""
     traceback.print_exc()
     versions = f"kv-bench {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     click.echo(f"bench: this is a bug in KV Bench ({versions}): please report the lines above; finished cells are kept", err=True)

@@ -1,4 +1,4 @@
-"""`bench doctor`: the facts about a machine that a bug report needs."""
+"""The command `bench doctor`: facts about a machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def doctor(model: str | None, data: str | None, quick: bool) -> None:
 
 
 def report(model: str | None = None, data: Path | None = None, quick: bool = False) -> Iterator[Line]:
-    """Yield the name and value of each fact as soon as it is known. A failure becomes the value, and the others still run.
+    """Yield the name and value of each fact as soon as it is known. A failure becomes the value, and later facts follow.
 
-    `quick` leaves out facts that take seconds: speed, the hub, the model families.
+    Args:
+        quick: leave out facts that take seconds: speed, the hub, the model families.
     """
     parts: list[tuple[str, Callable[[], str]]] = [
         ("kv-bench", lambda: f"{__version__}, python {platform.python_version()}, {platform.system()} {platform.machine()}"),
@@ -65,7 +66,7 @@ def report(model: str | None = None, data: Path | None = None, quick: bool = Fal
     for name, value in parts:
         try:
             yield name, value()
-        except Exception as error:  # faulty machines are what this report is for
+        except Exception as error:  # the report must also work on faulty machines
             yield name, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

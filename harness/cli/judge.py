@@ -107,7 +107,7 @@ def check(
 
 
 def _rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """A row per finding. A finding that many cells share, such as another device, gets one row."""
+    """Return a row per finding. A finding that many cells share, such as a different device, gets one row."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for f in findings:
         alike.setdefault((f.state, f.check, f.says), []).append(f.cell)

@@ -1,4 +1,4 @@
-"""The commands `bench list` and `bench schema`: the policies, suites, tasks and models that there are."""
+"""The commands `bench list` and `bench schema`: available policies, suites, tasks and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.harness.core.packaged import PACKAGED, packaged_path
 if TYPE_CHECKING:
     from kvbench.policies import Policy
 
-_CAPACITIES = (64, 1024, 16384)  # tokens; the first that a policy can serve shows how it is read
+_CAPACITIES = (64, 1024, 16384)  # tokens; the first capacity that a policy can serve is shown
 
 
 @click.command("list")
@@ -46,9 +46,9 @@ def schema() -> None:
 
 
 def policies() -> list[dict[str, Any]]:
-    """A row per policy: what it keeps, its parameters, scope and statistics, and how blocks are read.
+    """Return a row per policy: kept tokens, parameters, scope, statistics, and the method that reads blocks.
 
-    The row of a plug-in that can't be used says why.
+    The row of a plug-in that can't be used has the reason.
     """
     unusable = {"parameters": "", "scope": "", "statistics": "", "blocks": ""}
     rows = []
@@ -75,7 +75,7 @@ def _policy(name: str, policy: type[Policy]) -> dict[str, Any]:
 
 
 def _parameter(field: dataclasses.Field[Any]) -> str:
-    """A parameter with its default."""
+    """Return a parameter's name with its default."""
     from kvbench.policies import Policy
 
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -85,7 +85,7 @@ def _parameter(field: dataclasses.Field[Any]) -> str:
 
 
 def _with_defaults(policy: type[Policy]) -> Policy | None:
-    """The policy with every parameter at its default; None if one has none."""
+    """Return the policy with every parameter at its default; None if a parameter has no default."""
     try:
         return policy()
     except TypeError:
@@ -93,7 +93,7 @@ def _with_defaults(policy: type[Policy]) -> Policy | None:
 
 
 def _blocks(policy_class: type[Policy]) -> str:
-    """How blocks of tokens are read under a policy with its defaults, on a CPU."""
+    """Return the method that reads blocks of tokens under a policy with its defaults, on a CPU."""
     from kvbench.harness.engine.kernel_interface import why_not_compiled
     from kvbench.policies.reset import Reset
 
@@ -119,7 +119,7 @@ def _blocks(policy_class: type[Policy]) -> str:
 
 
 def tasks() -> list[dict[str, Any]]:
-    """A row per task: what it measures and its options."""
+    """Return a row per task: measured quantity and options."""
     rows = []
     for name in plugins.task_names():
         try:
@@ -134,7 +134,7 @@ def tasks() -> list[dict[str, Any]]:
 
 
 def suites() -> list[dict[str, Any]]:
-    """A row per suite that comes with the project."""
+    """Return a row per suite that comes with the project."""
     from kvbench.harness import suite as suite_files
 
     rows = []
@@ -146,7 +146,7 @@ def suites() -> list[dict[str, Any]]:
 
 
 def _packaged(name: str) -> dict[str, Any]:
-    """The row of a packaged model."""
+    """Return the row of a packaged model."""
     try:
         packaged_path(name)
     except UserError as error:
@@ -155,7 +155,7 @@ def _packaged(name: str) -> dict[str, Any]:
 
 
 def models() -> list[dict[str, Any]]:
-    """A row per packaged model, and one per model family: whether a tiny random model of it passes the self-check."""
+    """Return a row per packaged model, and a row per model family: whether a tiny random model passes the self-check."""
     from transformers.utils import logging
 
     from kvbench.harness.engine.model import UnsupportedModelError, adopt

@@ -1,4 +1,4 @@
-"""Commands that are imported when they run: those of `kvbench.lab`, and entry points `bench.commands` of installed packages."""
+"""Commands that are imported when they run: commands of `kvbench.lab`, and entry points `bench.commands` of packages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LoadedCommand(click.Command):
         """Import the command.
 
         Raises:
-            UserError: it can't be imported, or is no command.
+            UserError: the entry point can't be imported, or is no command.
         """
         command = load_entry_point(self.entry)
         if not isinstance(command, click.Command):
@@ -45,7 +45,7 @@ class LoadedCommand(click.Command):
         return command
 
 
-# Named here and not in the metadata of the installed package, so that a checkout needs no installation.
+# These commands are listed here and not in the metadata of the installed package, so that a checkout needs no installation.
 LAB_COMMANDS = [
     LoadedCommand(EntryPoint("pretrain", "kvbench.lab.pretrain.command:pretrain", GROUP), "Pretrain a reference model."),
     LoadedCommand(
@@ -55,7 +55,7 @@ LAB_COMMANDS = [
 
 
 def plugin_commands() -> dict[str, LoadedCommand]:
-    """Commands of installed packages, by name. Of two packages with one name, the first counts."""
+    """Return the commands of installed packages, by name. If two packages have a command of one name, the first is used."""
     entries = reversed(list(entry_points(group=GROUP)))
     return {entry.name: LoadedCommand(entry, f"Command of {_package(entry)}.") for entry in entries}
 

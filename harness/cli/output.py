@@ -1,4 +1,4 @@
-"""Shared by the commands of `bench`: the option --results, tables for people and pipes."""
+"""Functions shared by the commands of `bench`: the option --results, and tables for terminals and pipes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ RESULTS_VARIABLE = "BENCH_RESULTS"
 
 
 class FilledText(click.ParamType[str]):
-    """Text that must not be empty, so that an empty shell variable doesn't silently mean the current folder or the default."""
+    """Type of non-empty text, so that an empty shell variable doesn't silently mean the current folder or the default."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text.
+        """Return the text.
 
         Raises:
-            click.BadParameter: it is empty.
+            click.BadParameter: the text is empty.
         """
         text = str(value)
         if not text.strip():
@@ -68,7 +68,7 @@ def accept_debug(command: click.Command) -> None:
 
 
 def stdout_is_stderr() -> bool:
-    """Whether both go to one file or pipe, as with 2>&1: a log, which a person reads and no program parses."""
+    """Whether stdout and stderr go to one file or pipe, as with 2>&1. Such a log is read by a person, not by a program."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except (OSError, ValueError):  # a stream that is no file
@@ -76,7 +76,7 @@ def stdout_is_stderr() -> bool:
 
 
 def report_skipped(problem: Problem) -> None:
-    """Say that a file is skipped because it is not a record."""
+    """Report on stderr that a file is skipped because it is not a record."""
     click.echo(f"bench: {visible(problem.path)}: skipped, {problem.reason}", err=True)
 
 

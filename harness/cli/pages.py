@@ -29,7 +29,7 @@ _PAGE_MARKS = (  # a page of ours begins with one of these; older pages have onl
     '{"feed": "kv-bench"',
     _DATA_MARK,
 )
-_BEGINNING_CHARACTERS = 1000  # of a page, in which to look for a mark
+_BEGINNING_CHARACTERS = 1000  # characters of a page that are searched for a mark
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Pages:
         pages: text by path, or `STDOUT`.
         data: text by path, of the scripts that the page loads.
         drawings: SVG by file name, by the folder of the page.
-        feed: that all of them show.
+        feed: data that all pages show.
     """
 
     pages: dict[str, str]
@@ -151,7 +151,7 @@ def _refuse_foreign_files(path: str, option: str) -> None:
 
 
 def _beginning(path: Path) -> str:
-    """The first characters of a file; empty if it is no regular file."""
+    """Return the first characters of a file; empty if it is no regular file."""
     if not path.is_file():
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -159,12 +159,13 @@ def _beginning(path: Path) -> str:
 
 
 def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
-    """The records of a folder whose figures follow from their traces, and the path of each, by `id`; how many others there are.
+    """Read the records of a folder. Incorrect records and files that are no records are reported and left out.
 
-    Reports those, and files that are no records.
+    Returns:
+        Records whose figures follow from their traces, the path of each record by `id`, and the number of incorrect records.
 
     Raises:
-        UserError: there are none.
+        UserError: the folder has no correct records.
     """
     from kvbench.harness.records import Problem, RecordStore, from_the_future
     from kvbench.harness.report.doubts import with_doubts
@@ -196,7 +197,12 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
 def _rendered(
     records: Sequence[Record], paths: Mapping[int, Path], targets: Mapping[str, tuple[str, str]], address: str
 ) -> _Pages:
-    """Render all pages and their drawings. paths: of the records' files, by `id`. address: of the site, for links."""
+    """Render all pages and their drawings.
+
+    Args:
+        paths: paths of the records' files, by `id`.
+        address: address of the site, for links.
+    """
     from kvbench.harness.report import chart, feed, paper, sections, site
     from kvbench.harness.report import leaderboard as board
     from kvbench.harness.report.site.maps import maps
@@ -219,7 +225,7 @@ def _rendered(
 
 
 def _write_data(data: Mapping[Path, str], folder: Path | None) -> None:
-    """Write the scripts of a page to its folder, and delete those of ours there that the page does not load any more."""
+    """Write the scripts of a page to its folder, and delete our scripts that the page no longer loads."""
     for path in data:
         _refuse_foreign_files(str(path), "--out")
     for path, text in data.items():
@@ -232,7 +238,7 @@ def _write_data(data: Mapping[Path, str], folder: Path | None) -> None:
 
 
 def _drawings_shown(pages: Mapping[str, str], folder: Path) -> set[str]:
-    """The drawings that the existing pages in a folder show."""
+    """Return the file names of the drawings that the existing pages in a folder show."""
     from kvbench.harness.report import chart
 
     existing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
@@ -257,7 +263,7 @@ def _write(text: str, page: str, records: int) -> None:
 def make_without_broken(
     records: Sequence[Record], make: Callable[[list[Record]], Result]
 ) -> tuple[Result, list[tuple[Record, Exception]]]:
-    """Call `make` with as many of the records as it accepts.
+    """Call `make` with as many records as it accepts.
 
     Returns:
         The result, and the records left out, each with its exception.
@@ -269,7 +275,7 @@ def make_without_broken(
     def error(part: list[Record]) -> Exception | None:
         try:
             make(part)
-        except Exception as raised:  # whatever it is, the other records get their page
+        except Exception as raised:  # after any error, the remaining records still get their page
             return raised
         return None
 
@@ -283,15 +289,15 @@ def make_without_broken(
 
     first = _extended([], list(records), works)
     others = _extended([], _without(records, first), works)
-    kept = max(first, others, key=len)  # a record that goes with no other costs no good ones
-    kept = _extended(kept, _without(records, kept), works)  # some failed only together with a record now left out
+    kept = max(first, others, key=len)  # a record that fails with every other record does not exclude good records
+    kept = _extended(kept, _without(records, kept), works)  # some records failed only in combination with a record now left out
     broken = _without(records, kept)
     sound = _without(records, broken)
     return make(sound), [(r, reason) for r in broken if (reason := error([*sound, r])) is not None]
 
 
 def _extended(kept: list[Record], part: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
-    """Add as many records of a part as can be rendered with those kept so far. Halving finds a bad record in few trials."""
+    """Add as many records of a part as can be rendered with the kept records. Halving finds a bad record in few trials."""
     if works([*kept, *part]):
         return [*kept, *part]
     if len(part) < 2:
@@ -301,6 +307,6 @@ def _extended(kept: list[Record], part: list[Record], works: Callable[[list[Reco
 
 
 def _without(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
-    """The records that are not among `others`."""
+    """Return the records that are not among `others`."""
     known = {id(r) for r in others}
     return [r for r in records if id(r) not in known]

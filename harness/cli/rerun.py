@@ -1,4 +1,4 @@
-"""Turns a run's request into the form that a baseline keeps, without paths of this machine, and back."""
+"""Conversion of a run's request to the form that a baseline keeps, without paths of this machine, and back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def portable(request: RunRequest, folder: Path) -> tuple[str, MeasuredWith]:
-    """The suite and the options of a baseline.
+    """Return the suite and the options of a baseline.
 
     Args:
-        folder: of the baseline, resolved: the suite's file is named relative to it.
+        folder: resolved folder of the baseline, to which the path of the suite's file is relative.
 
     Raises:
         UserError: an option names an absolute path.
@@ -48,13 +48,13 @@ def portable(request: RunRequest, folder: Path) -> tuple[str, MeasuredWith]:
 
 
 def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, data: str | None) -> RunRequest:
-    """The request that measures a baseline's suite again.
+    """Return the request that measures a baseline's suite again.
 
     Args:
-        model: where its local model is, or a mirror of its hub model; the baseline's own model when None.
+        model: path of the baseline's local model, or a mirror of its hub model; None: the baseline's own model.
 
     Raises:
-        UserError: its model was a local one, and `model` does not say where it is.
+        UserError: the baseline has a local model, and `model` is None.
     """
     options = baseline.options
     if options.local_model and model is None:
@@ -75,10 +75,10 @@ def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, d
 
 
 def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Path) -> list[Cell]:
-    """The cells that the request asks for.
+    """Return the cells of the request.
 
     Raises:
-        UserError: the baseline has no record of any of them. The model differs, or the suite has changed.
+        UserError: the baseline has no record of any of the cells, because the model differs or the suite has changed.
     """
     cells = request.cells()
     if not {c.id for c in cells} & {r.cell_id for r in records}:
@@ -91,7 +91,7 @@ def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Pa
 
 
 def with_groups(ids: Collection[str], cells: Sequence[Cell]) -> list[Cell]:
-    """The cells with these ids, and those that are measured side by side with one of them."""
+    """Return the cells with these ids, and the cells that are measured side by side with one of them."""
     from kvbench.harness.core import plugins
 
     groups = {(c.model, c.task, c.seed) for c in cells if c.id in ids and plugins.task_class(c.task.name).measures == "time"}

@@ -52,12 +52,12 @@ _SUITE_OPTIONS: list[Callable[[Any], Any]] = [
 
 
 def _adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Make a decorator that adds options to a command, in this order."""
+    """Return a decorator that adds options to a command, in this order."""
     return lambda command: functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
-machine_options = _adding(_MACHINE_OPTIONS)  # of every command that measures
-suite_options = _adding([*_SUITE_OPTIONS, *_MACHINE_OPTIONS])  # of `bench run` and `bench baseline update`
+machine_options = _adding(_MACHINE_OPTIONS)  # options of every command that measures
+suite_options = _adding([*_SUITE_OPTIONS, *_MACHINE_OPTIONS])  # options of `bench run` and `bench baseline update`
 
 
 @click.command()

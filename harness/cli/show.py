@@ -133,10 +133,10 @@ def table(record: str, results: str, out: str | None) -> None:
 
 
 def _found(name: str, results: Path) -> tuple[Record, Path]:
-    """The record with this file or cell id, and the folder of its file. Of several records of a cell, the newest.
+    """Return the record with this file or cell id, the newest of a cell, and the folder of its file.
 
     Raises:
-        UserError: there is none, or several cells have ids that begin like this.
+        UserError: no record matches, or several cells have ids that begin with `name`.
     """
     from kvbench.harness.records import Problem, Record, RecordStore, newest, read
 

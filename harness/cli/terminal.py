@@ -1,4 +1,4 @@
-"""Prints the result of a run: tables, sentences and paths, none wider than the terminal."""
+"""Printing of a run's result: tables, sentences and paths, wrapped to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
 
 
 def line_width() -> int:
-    """Columns of a line on this terminal."""
+    """Return the number of columns of a line on this terminal."""
     return max(_MIN_LINE_COLUMNS, min(_MAX_LINE_COLUMNS, shutil.get_terminal_size().columns))
 
 
 def link(path: Path, clickable: bool) -> str:
-    """The path; with `clickable`, as a link that a terminal opens (OSC 8) unless it says that it is dumb."""
+    """Return the path. With `clickable`, return a link that terminals can open (OSC 8), unless TERM is "dumb"."""
     if not clickable or os.environ.get("TERM") == "dumb":
         return str(path)
     return f"\x1b]8;;{path.resolve().as_uri()}\x1b\\{path}\x1b]8;;\x1b\\"
 
 
 def _table(table: Table, width: int) -> Iterator[str]:
-    """The lines of a table, with its heading and notes."""
+    """Yield the lines of a table, with its heading and notes."""
     yield ""
     yield from textwrap.wrap(table.heading, width)
     yield ""
@@ -72,7 +72,7 @@ def _table(table: Table, width: int) -> Iterator[str]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """A row. The policy and the status are aligned left, figures right."""
+    """Return a row. The policy and the status are aligned left, figures right."""
     first, *figures, last = (
         cell.rjust(size) if 0 < place < len(cells) - 1 else cell.ljust(size)
         for place, (cell, size) in enumerate(zip(cells, widths, strict=True))
@@ -81,7 +81,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _stacked(table: Table, width: int) -> Iterator[str]:
-    """The rows of a table that is too wide: each policy on its own line, its figures below."""
+    """Yield the rows of a table that is too wide: each policy on its own line, its figures below."""
     for cells in table.lines:
         yield from textwrap.wrap(cells[0], width, subsequent_indent="    ")
         figures = ", ".join(f"{head} {cell}" for head, cell in zip(table.head[1:], cells[1:], strict=True) if cell)

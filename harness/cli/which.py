@@ -1,4 +1,4 @@
-"""The command `bench which`: which policy for a model, at a budget, in the time that there is."""
+"""The command `bench which`: find the policy for a model at a budget, within a time limit."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def which(
 
 
 def _show(records: Sequence[Record], model: str, budget: int, results: str, as_json: bool) -> None:
-    """Print the answer, then a table for each question and what went wrong, and write the page."""
+    """Print the answer, a table for each question and the problems of the run, and write the pages."""
     from kvbench.harness.report.best_policy import best_policy
 
     sentence, findings = best_policy(records, model, budget)

@@ -1,1 +1,1 @@
-"""lm-eval under a policy: its requests run through our decode loop, and our suites run its tasks."""
+"""lm-eval under a policy: our decode loop runs lm-eval's requests, and our suites run lm-eval's tasks."""

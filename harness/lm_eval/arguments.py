@@ -1,4 +1,4 @@
-"""The `--model_args` of the lm-eval model `kvbench`: which model, which policy, and how prompts are read."""
+"""The `--model_args` of the lm-eval model `kvbench`: model, policy, and method of reading prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvbench.harness.rules.rules import refuse_if_broken
 from kvbench.harness.suite import Settings, policy_with, validated
 from kvbench.policies import PositionMode
 
-_OPTION = "--model_args"  # that messages name
+_OPTION = "--model_args"  # option that messages name
 _BLOCK = 4096  # tokens per forward pass, all streams together
 _DEFAULT_BATCH = 16
 
@@ -36,7 +36,7 @@ _Batch = Annotated[int, BeforeValidator(lambda x: _DEFAULT_BATCH if str(x).start
 
 
 class Arguments(BaseModel):
-    """The arguments. Any other name is a parameter of the policy."""
+    """Arguments of the model `kvbench`. Any other name is a parameter of the policy."""
 
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
 
@@ -71,12 +71,12 @@ class Arguments(BaseModel):
         """Validate arguments by name.
 
         Raises:
-            UserError: describes the first mistake.
+            UserError: an argument is invalid. The message names the first mistake.
         """
         return validated(cls, arguments, Settings(_OPTION), ())
 
     def loaded(self) -> tuple[RequestReader, PreTrainedTokenizerBase]:
-        """Load the model: its reader and its tokenizer.
+        """Load the model. Return its request reader and its tokenizer.
 
         Raises:
             UserError: the model is not available, the policy is unknown, or it can't work with the capacity.
@@ -98,14 +98,14 @@ class Arguments(BaseModel):
             raise UserError(str(error)) from None
 
     def signature(self) -> str:
-        """A hash of everything that answers depend on: the arguments, the model's files and the policy's source."""
+        """Return a hash of everything that answers depend on: the arguments, the model's files and the policy's source."""
         directory = model_directory(self.pretrained, self.revision, self.pickle, self.gguf_file)
         files = [weights_digest(directory), tokenizer_digest(directory)]
         parts = [self.model_dump(exclude={"batch_size"}), *files, source_digest(self._config().policy)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _config(self) -> CacheConfig:
-        """The cache configuration, with the policy checked."""
+        """Return the cache configuration, after checking the policy."""
         policy_class, parameters = plugins.policy_class(self.policy), self.model_extra or {}
         names = [f.name for f in dataclasses.fields(policy_class)]
         for name in parameters:
@@ -126,7 +126,7 @@ class Arguments(BaseModel):
 
 
 def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: int | None, batch: int) -> RequestReader:
-    """A reader with the fastest method that agrees with the plain walk.
+    """Return a reader with the fastest method that agrees with the plain walk.
 
     Raises:
         ValueError: the arguments contradict each other.

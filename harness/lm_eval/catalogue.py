@@ -1,4 +1,4 @@
-"""Finds and loads lm-eval's tasks, ours among them, and explains what to do if their data is out of reach."""
+"""Loading of lm-eval's tasks and ours, with messages that explain how to get data that is out of reach."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def register() -> None:
 
 
 def keep_requests_apart(options: Mapping[str, Any]) -> None:
-    """Give the requests that `--cache_requests` keeps a folder of their own for all other options and the files that these name.
+    """Give the requests kept by `--cache_requests` a separate folder for each set of other options and files named there.
 
-    lm-eval's names of these files leave out generation settings, `--metadata` and the model.
+    lm-eval's file names of kept requests leave out generation settings, `--metadata` and the model.
     """
     from lm_eval.caching import cache
 
@@ -64,7 +64,7 @@ def keep_requests_apart(options: Mapping[str, Any]) -> None:
 
 
 def with_our_tasks(include: str | None, config: str | None) -> str | list[str]:
-    """The folders of tasks beside lm-eval's own: ours, and what `--include_path` or the file of `--config` names."""
+    """Return the folders of tasks besides lm-eval's own: ours, and the folder named by `--include_path` or in `--config`."""
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     given = include or (EvaluatorConfig.load_yaml_config(config).get("include_path") if config else None)
@@ -72,10 +72,10 @@ def with_our_tasks(include: str | None, config: str | None) -> str | list[str]:
 
 
 def refuse_settings(options: Mapping[str, Any]) -> None:
-    """Refuse options of lm-eval's command, and settings of its `--config`, that it would take without a word.
+    """Refuse invalid options of lm-eval's command and settings of its `--config` that lm-eval would silently accept.
 
     Raises:
-        UserError: a count is negative, or results can't be written where `output_path` says.
+        UserError: a count is negative, or results can't be written to `output_path`.
     """
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
@@ -98,25 +98,25 @@ def refuse_settings(options: Mapping[str, Any]) -> None:
 
 
 class _OtherThreads(io.TextIOBase):
-    """Standard output without what the thread prints that made this object."""
+    """Standard output that drops the output of the thread that created this object."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._silent = stream, threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Write what another thread prints."""
+        """Write text of another thread; drop text of the creating thread."""
         return len(text) if threading.get_ident() == self._silent else self._stream.write(text)
 
     def flush(self) -> None:
-        """Flush what other threads printed."""
+        """Flush the output of other threads."""
         self._stream.flush()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence lm-eval's log, progress bars and what its tasks print, as stdout is for results. We report an error once.
+    """Silence lm-eval's log, its progress bars and the output of its tasks, because stdout is for results.
 
-    A second thread waits until the first is done, because what is changed here belongs to all of them.
+    A second thread waits until the first is done, because the changed state is global.
     """
     log = logging.getLogger("lm_eval")
     quiet_hub()
@@ -134,11 +134,14 @@ def quiet() -> Iterator[None]:
 def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], metadata: dict[str, Any]) -> dict[str, Any]:
     """Load one task and its data, in the form that lm-eval's `evaluate` takes.
 
-    `fewshot` is the number of examples before each question, the task's own when None. The seed is that of everything that the
-    task draws, `include` are folders with more tasks, and `metadata` is for tasks that generate their questions.
+    Args:
+        fewshot: number of examples before each question; None: the task's own number.
+        seed: seed of all random numbers of the task.
+        include: folders with more tasks.
+        metadata: metadata for tasks that generate their questions.
 
     Raises:
-        UserError: there is no such task, it is a group, or its data is not available.
+        UserError: the task does not exist, is a group, or its data is not available.
     """
     for folder in include:
         if not Path(folder).is_dir():
@@ -168,7 +171,7 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
 
 
 def _restart_generators() -> None:
-    """Have lm-eval import files anew that keep a random generator (RULER's `ruler_cwe`), so that a task always draws the same."""
+    """Make lm-eval import files anew that keep a random generator (RULER's `ruler_cwe`), so that a task's draws repeat."""
     for name, module in list(sys.modules.items()):
         held = getattr(module, "__dict__", {})
         if "__mtime__" in held and any(isinstance(value, random.Random) for value in held.values()):  # lm-eval's own mark
@@ -177,13 +180,13 @@ def _restart_generators() -> None:
 
 @cache
 def _manager(include: tuple[str, ...], metadata: tuple[tuple[str, Any], ...], defaults: bool) -> TaskManager:
-    """Manages our tasks and the included ones; with `defaults` also lm-eval's, which takes reading thousands of files."""
+    """Return a manager of our tasks and the included tasks. `defaults` adds lm-eval's own, by reading thousands of files."""
     with quiet():
         return TaskManager(include_path=[GENERATED, *include], include_defaults=defaults, metadata=dict(metadata))
 
 
 def unreachable(error: BaseException) -> UserError | None:
-    """Translate a failed download into an error that says what to download and where to put it; None for other errors."""
+    """Translate a failed download into an error with the download command and the target folder; None for other errors."""
     dataset = _dataset_of(error)
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
@@ -216,10 +219,10 @@ def unknown(error: BaseException) -> UserError | None:
 
 
 def refused(error: BaseException, name: str) -> UserError | None:
-    """Translate an error in lm-eval, or in what it calls, into a user error; None for errors of our code and of the disk.
+    """Translate an error in lm-eval, or in code that it calls, into a user error; None for errors of our code and of the disk.
 
-    lm-eval hands on whatever a task's data, templates, functions and options raise, and these are the user's. So is what
-    transformers refuses in words, when we call it.
+    lm-eval passes on every error of a task's data, templates, functions and options, and these are the user's. A ValueError or
+    TemplateError that transformers raises when we call it is also a user error.
     """
     in_words = isinstance(error, ValueError) or "TemplateError" in {kind.__name__ for kind in type(error).__mro__}
     theirs = {"lm_eval", "transformers"} if in_words else {"lm_eval"}
@@ -230,7 +233,7 @@ def refused(error: BaseException, name: str) -> UserError | None:
 
 
 def _reason(error: BaseException) -> str:
-    """The message of an error if that is a sentence, else its kind and place, too; and the message of what caused it."""
+    """Return the message of an error, with kind and place unless it is a ValueError, and the message of its first cause."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -239,7 +242,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _dataset_of(error: BaseException) -> tuple[str, str | None] | None:
-    """The dataset that a task was loading when the error was raised."""
+    """Return the dataset that a task was loading when the error was raised."""
     entry, dataset = error.__traceback__, None
     while entry is not None:
         frame_self = entry.tb_frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""The settings by which lm-eval's tasks have answers generated, checked before anything is read."""
+"""Settings for generating answers in lm-eval's tasks, checked before any text is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Tokens = Annotated[int | None, Field(ge=1)]
 
 
 class _GenerationSettings(BaseModel):
-    """The settings that we know. Others may be there: which of them are supported is decided when answers are generated."""
+    """Known settings. Other settings are accepted here, and refused when answers are generated if they are not supported."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -29,13 +29,13 @@ class _GenerationSettings(BaseModel):
 
 
 def checked(settings: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The settings that have a value, as numbers and words of their types.
+    """Return the settings that have a value, converted to their types.
 
     Args:
         settings: `generation_kwargs` of a task, or `--gen_kwargs`.
-        place: that they come from, for messages.
+        place: origin of the settings, for messages.
 
     Raises:
-        UserError: describes the first mistake.
+        UserError: a setting is invalid. The message names the first mistake.
     """
     return validated(_GenerationSettings, settings, Settings(place), ()).model_dump(exclude_none=True)

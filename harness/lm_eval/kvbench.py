@@ -1,7 +1,7 @@
-"""The lm-eval model `kvbench`: runs lm-eval's requests through the decode loop under a policy.
+"""The lm-eval model `kvbench`, which runs lm-eval's requests through the decode loop under a policy.
 
-It is a subclass of lm-eval's own `hf` model. Tokenisation, chat templates, truncation to the model's length and stop sequences
-are those of `hf`; only the code that runs the model is ours.
+The model is a subclass of lm-eval's own `hf` model. Tokenisation, chat templates, truncation to the model's length and stop
+sequences are inherited from `hf`; only the code that runs the model is ours.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.generation import checked
 from kvbench.harness.lm_eval.reading import RequestReader
 
-_TAKEN = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # of generation_kwargs
+_TAKEN = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # supported generation_kwargs
 _NO_EFFECT = {"num_beams": 1, "repetition_penalty": 1.0}
 _TOP_K = 50  # transformers' default
 _SIGNATURE = "kv-bench"  # key of the signature among lm-eval's kept answers, whose keys are hashes
-_MAX_JOINED_TOKENS = 8  # at the end of a text, that may become others when something follows
+_MAX_JOINED_TOKENS = 8  # tokens at the end of a text that may change when text follows
 
 
 class KVBench(HFLM):  # type: ignore[misc]
@@ -54,14 +54,17 @@ class KVBench(HFLM):  # type: ignore[misc]
         question_start: Callable[[Instance], int] | None = None,
         signature: Callable[[], str] | None = None,
     ) -> None:
-        """Wrap a reader. What is not explained here is as in lm-eval's `hf`.
+        """Wrap a reader. Parameters without an entry below have their meaning in lm-eval's `hf`.
 
-        `max_length` is the number of tokens kept of a longer request, the last ones; by default it is lm-eval's choice for a
-        policy that never evicts, and no limit for one that does. `sample_seed` is that of answers that are drawn. `on_progress`
-        is called with the number of requests just done, and replaces the progress bar. `question_start` gives the index of the
-        first character of a request's question, which is read after the prompt before it has been cut; None if the question is
-        part of the prompt. `signature` identifies everything that answers depend on besides the requests; without it, answers
-        can't be kept by lm-eval's `use_cache`.
+        Args:
+            max_length: number of last tokens kept of a longer request. The default is lm-eval's choice for a policy that never
+                evicts, and no limit for a policy that evicts.
+            sample_seed: seed of sampled answers.
+            on_progress: called with the number of requests just done; replaces the progress bar.
+            question_start: returns the index of the first character of a request's question, which is read after the cache of
+                the prompt has been cut; None if the question is part of the prompt.
+            signature: returns a hash of everything that answers depend on besides the requests. Without it, lm-eval's
+                `use_cache` can't keep answers.
 
         Raises:
             UserError: the tokenizer adds a token after a text, which lm-eval would score as part of an answer.
@@ -75,7 +78,7 @@ class KVBench(HFLM):  # type: ignore[misc]
             )
         self.reader, self._on_progress, self._question_start = reader, on_progress, question_start
         self._sample_seed, self._signature = sample_seed, signature
-        self._before_question: dict[str, str] = {}  # by prompt: its text before the question
+        self._before_question: dict[str, str] = {}  # text before the question, by prompt
         log = logging.getLogger("lm_eval.models.huggingface")
         level = log.level
         log.setLevel(logging.ERROR)  # it warns when it gets a model instead of a name
@@ -98,19 +101,19 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """Make a model from `--model_args`."""
+        """Create a model from `--model_args`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """Make a model from `Arguments` by name; lm-eval's options `batch_size` and `device` are in `additional_config`.
+        """Create a model from `Arguments` by name; lm-eval's options `batch_size` and `device` are in `additional_config`.
 
         Raises:
             UserError: the model is not available, or the policy is unknown or can't work with the capacity.
         """
         options = {k: v for k, v in (additional_config or {}).items() if v is not None and k != "max_batch_size"}
         if str(options.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
-            del options["device"]  # it is lm-eval's default, which its `hf` ignores too
+            del options["device"]  # lm-eval's default, which its `hf` ignores too
         arguments = Arguments.from_model_args(dict(arg_dict) | options)
         return cls(
             *arguments.loaded(),
@@ -126,7 +129,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         """Use lm-eval's file of answers (`use_cache`), which is keyed by requests alone.
 
         Raises:
-            UserError: the file holds answers under other arguments, or answers of which nothing is known.
+            UserError: the file holds answers under other or unknown arguments.
         """
         answers, own = cache_hook.dbdict, None if self._signature is None else self._signature()
         if answers is not None:
@@ -141,18 +144,18 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens of a request; of a longer one, the last are kept."""
+        """Largest number of tokens of a request. A longer request keeps its last tokens."""
         evicts = self.reader.config.capacity is not None
         return sys.maxsize if evicts and not self._max_length else int(super().max_length)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: that of `hf`, or a newline if the tokenizer has none."""
+        """Token before a text without context: the token of `hf`, or a newline if the tokenizer has none."""
         token: int | None = super().prefix_token_id
         return newline(self.tokenizer) if token is None else int(token)
 
     def get_model_info(self) -> dict[str, Any]:
-        """The policy and how prompts are read, for lm-eval's results."""
+        """Return the policy and the method of reading prompts, for lm-eval's results."""
         config = self.reader.config
         return {
             "policy": type(config.policy).__name__,
@@ -168,7 +171,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         }
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""
+        """Return the log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""
         self._find_questions(requests)
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or self._on_progress is not None)
         return scores
@@ -176,7 +179,7 @@ class KVBench(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """The scores of requests as token ids."""
+        """Return the scores of requests that are given as token ids."""
         fitting = [self._fitting(context, continuation) for _, context, continuation in requests]
         cuts = [
             self._cut(self.tok_encode(self._before_question[texts[0]]), context, len(context) - len(kept))
@@ -193,7 +196,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts. Under a policy that evicts, each text is one stream."""
+        """Return the log-likelihoods of whole texts. Under a policy that evicts, each text is one stream."""
         if self.reader.reads_whole_prompts or self.reader.prompt != "stream":
             way = "evict" if self.reader.config.evict == "prompt" else "prompt"
             value, instead = ("prompt", "step") if way == "evict" else (self.reader.prompt, "stream")
@@ -202,11 +205,11 @@ class KVBench(HFLM):  # type: ignore[misc]
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers, several to a request that comes several times."""
+        """Generate answers. A request that is repeated gets an answer for each repetition."""
         self._find_questions(requests)
         answers: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
-        repeats: Counter[int] = Counter()  # of each request so far
+        repeats: Counter[int] = Counter()  # repetitions of each request so far
         seeds = []
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
@@ -222,7 +225,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         return [answers[n] for n in range(len(requests))]
 
     def _generated(self, contexts: Sequence[str], gen_kwargs: dict[str, Any], seeds: Sequence[int], bar: tqdm) -> list[str]:
-        """Answers to prompts that have the same generation settings, each with a seed of its own."""
+        """Return answers to prompts with equal generation settings, each with its own seed."""
         settings: dict[str, Any] = dict(normalize_gen_kwargs(checked(gen_kwargs, "generation_kwargs"), self.max_gen_toks))
         end = self.eot_token_id
         eos = None if end is None else self.tok_decode(end, skip_special_tokens=False)
@@ -255,9 +258,9 @@ class KVBench(HFLM):  # type: ignore[misc]
         return texts
 
     def _end_of(self, answer: list[int], characters: int) -> str:
-        """Decode the end of an answer: its last token and at least `characters` characters before that; all if shorter.
+        """Decode the end of an answer: its last token and at least `characters` characters before it; all if shorter.
 
-        A token may be part of a character or no text at all, so the number of tokens follows from the text.
+        A token may be part of a character or no text at all, so the number of tokens is increased until the text is long enough.
         """
         tokens = characters + _MAX_JOINED_TOKENS
         while True:
@@ -289,12 +292,12 @@ class KVBench(HFLM):  # type: ignore[misc]
         return partial(Sampler, temperature=temperature, top_p=top_p, top_k=top_k)
 
     def _end_tokens(self) -> set[int]:
-        """Tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+        """Return the tokens that end an answer, from the tokenizer and from the model's generation config."""
         own = getattr(self.model.generation_config, "eos_token_id", None)
         return {end for end in (self.eot_token_id, *(own if isinstance(own, list) else [own])) if end is not None}
 
     def _prompt(self, context: str, room: int) -> list[int]:
-        """The last `room` tokens of a prompt."""
+        """Return the last `room` tokens of a prompt."""
         ids = list(self.reader.shortened(self._ids(context)))
         self.truncated += len(ids) > room
         return ids[-room:] if len(ids) > room else ids
@@ -304,15 +307,15 @@ class KVBench(HFLM):  # type: ignore[misc]
         return ids
 
     def _find_questions(self, requests: Sequence[Instance]) -> None:
-        """Note where the question begins in the prompt of every request."""
+        """Store the text before the question of every request."""
         if self._question_start is not None:
             self._before_question |= {r.args[0]: r.args[0][: self._question_start(r)] for r in requests}
 
     def _cut(self, before: Sequence[int], prompt: Sequence[int], dropped: int) -> int:
-        """Tokens of a prompt before its question, of which `dropped` were cut off at its start.
+        """Return the number of tokens of a prompt before its question, without the `dropped` tokens cut off at its start.
 
         Raises:
-            UserError: the text before the question is no longer the same tokens when the question follows.
+            UserError: the text before the question has other tokens when the question follows.
         """
         length = min(_common_length(before, prompt), len(prompt) - 1)
         if length < len(before) - _MAX_JOINED_TOKENS:
@@ -320,8 +323,8 @@ class KVBench(HFLM):  # type: ignore[misc]
         return max(1, length - dropped)
 
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """A request, truncated like in lm-eval's `hf`: the last `max_length` tokens that are read, plus the unread last one."""
-        context = list(self.reader.shortened(context))  # prompt 'truncate' comes first
+        """Return a request truncated as in lm-eval's `hf`: the last `max_length` read tokens, and the unread last token."""
+        context = list(self.reader.shortened(context))  # prompt 'truncate' is applied first
         over = len(context) + len(continuation) - 1 - self.max_length
         if over > 0:
             self.truncated += 1
@@ -342,10 +345,10 @@ class KVBench(HFLM):  # type: ignore[misc]
 
 
 def _seed(*parts: Any) -> int:
-    """A seed for an answer, which depends on nothing else."""
+    """Return a seed for an answer that depends only on these parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big", signed=True)
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the number of tokens in the common beginning of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

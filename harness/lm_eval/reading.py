@@ -1,7 +1,7 @@
-"""Runs requests through the decode loop: scores continuations of a context, and generates answers to a prompt.
+"""Requests in the decode loop: score continuations of a context, and generate answers to a prompt.
 
 The requests of a batch are streams of equal length, so that the fast block methods work. The common start of their contexts is
-read once and forked; the rest is padded at the end. Nothing in this module depends on lm-eval.
+read once and forked; the remaining tokens are padded at the end. This module does not depend on lm-eval.
 
 Axis letters: B streams, R requests, T tokens, L tokens of the longest stream, K tokens whose logits are returned, V vocabulary.
 """
@@ -25,7 +25,7 @@ from kvbench.harness.engine.sampling import Sampler
 
 Prompt = Literal["stream", "once", "truncate"]
 Request = tuple[Sequence[int], Sequence[int]]  # token ids of a context, at least one, and of its continuation
-_MAX_LENGTH_DIFFERENCE = 32  # of a batch's prompts, in tokens; these are read one step at a time
+_MAX_LENGTH_DIFFERENCE = 32  # largest difference of a batch's prompts, in tokens, which are read one step at a time
 Item = TypeVar("Item")
 
 
@@ -37,27 +37,27 @@ class Scored(NamedTuple):
     """The score of a continuation after its context."""
 
     logprob: float  # nats, summed over its tokens
-    greedy: bool  # greedy decoding would produce it
+    greedy: bool  # whether greedy decoding would produce the continuation
 
 
 @dataclass
 class _Group:
-    """Requests that differ only in their last token. It is never read, so one stream serves them all."""
+    """Requests that differ only in their last token. The last token is never read, so all requests share one stream."""
 
     context: list[int]
-    prompt: int  # tokens of the context that are its prompt
+    prompt: int  # number of tokens of the context that are its prompt
     continuation: list[int]  # without the last token
-    last_tokens: dict[int, int] = field(default_factory=dict)  # by the request's number
+    last_tokens: dict[int, int] = field(default_factory=dict)  # last token of each request, by the request's number
 
 
 class _BatchTensors(NamedTuple):
     """A batch of groups as tensors."""
 
     ids: Tensor  # the streams, padded at the end. [B, L] int64
-    numbers: list[int]  # the requests' numbers. [R]
-    streams: Tensor  # the stream of every request. [R] int64
-    targets: Tensor  # for every request, the token that comes after each token of its stream. [R, L] int64
-    scored: Tensor  # the targets that are in the continuation. [R, L] bool
+    numbers: list[int]  # number of every request. [R]
+    streams: Tensor  # stream of every request. [R] int64
+    targets: Tensor  # for every request, the token after each token of its stream. [R, L] int64
+    scored: Tensor  # whether a target is in the continuation. [R, L] bool
 
 
 def _batch_tensors(batch: Sequence[_Group]) -> _BatchTensors:
@@ -78,7 +78,7 @@ def _batch_tensors(batch: Sequence[_Group]) -> _BatchTensors:
 
 
 class _Totals:
-    """The scores of a batch, summed up as logits come in."""
+    """Running sums of the scores of a batch."""
 
     def __init__(self, layout: _BatchTensors) -> None:
         self._layout = layout
@@ -86,7 +86,11 @@ class _Totals:
         self._greedy = torch.ones(len(layout.numbers), dtype=torch.bool)
 
     def add(self, logits: Tensor, columns: Tensor) -> None:
-        """Add the scores of the targets in some columns, [K], given the logits after the tokens in them, [B, K, V].
+        """Add the scores of the targets in some columns.
+
+        Args:
+            logits: logits after the tokens in the columns. [B, K, V].
+            columns: indices of the columns. [K] int64.
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -105,29 +109,29 @@ class _Totals:
         self._greedy &= (is_best | ~scored).all(1)
 
     def scores(self) -> dict[int, Scored]:
-        """The score of every request, by its number."""
+        """Return the score of every request, by its number."""
         scores = zip(self._logprob.tolist(), self._greedy.tolist(), strict=True)
         return {number: Scored(*score) for number, score in zip(self._layout.numbers, scores, strict=True)}
 
 
 @dataclass
 class RequestReader:
-    """Reads requests, each as a stream of its own with a fresh cache.
+    """Reader of requests, each as a separate stream with an empty cache.
 
-    `prompt` says how a prompt longer than the cache is read. `stream`: as `config.evict` says; `once`: the whole prompt under
-    full attention, then one eviction, then as `config.evict` says; `truncate`: only its first and last tokens.
+    `prompt` decides how a prompt longer than the cache is read. `stream`: with eviction as in `config.evict`. `once`: the whole
+    prompt under full attention, then one eviction, then as in `config.evict`. `truncate`: only the first and last tokens.
     """
 
     model: Model
     config: CacheConfig
     prompt: Prompt = "stream"
-    longest: int | None = None  # tokens of a prompt that `truncate` keeps; the capacity when None
+    longest: int | None = None  # tokens of a prompt that `truncate` keeps; None: the capacity
     batch: int = 16  # requests run together
     block: int = 2048  # tokens per forward pass, all streams together
     method: Method = EAGER
-    kv_bytes: int = 0  # largest so far that is allocated for a stream's K and V
-    held_bytes: int = 0  # largest so far of the K and V that a stream holds
-    state_bytes: int = 0  # largest so far of a stream's other state
+    kv_bytes: int = 0  # largest number of bytes allocated so far for a stream's K and V
+    held_bytes: int = 0  # largest number of bytes of K and V held so far by a stream
+    state_bytes: int = 0  # largest number of bytes so far of a stream's other state
 
     def __post_init__(self) -> None:
         if self.prompt == "truncate" and self.longest is None:
@@ -145,7 +149,7 @@ class RequestReader:
 
     @property
     def reads_whole_prompts(self) -> bool:
-        """Whether prompts are read in full before anything is evicted: then those of a batch have one length."""
+        """Whether prompts are read in full before any eviction, so that all prompts of a batch have one length."""
         return self.prompt == "once" or self.config.evict == "prompt"
 
     def loglikelihoods(
@@ -153,8 +157,10 @@ class RequestReader:
     ) -> list[Scored]:
         """Score the continuation of every request, which has at least one token.
 
-        `done` is called with the number of requests just done. `prompts` are the tokens of each context that are its prompt (all
-        when None, 0 if it has none); the question after them is read when the prompt has been cut.
+        Args:
+            done: called with the number of requests just done.
+            prompts: number of tokens of each context that are its prompt, 0 without a prompt; None: all. The question after the
+                prompt is read after the eviction.
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -184,9 +190,12 @@ class RequestReader:
     ) -> list[list[int]]:
         """Generate after every prompt, which has at least one token. An answer includes the token that completed it.
 
-        `ended` says whether an answer is complete; `done` is called with the number of prompts just done. `cuts` are the tokens
-        of each prompt that are cut (all when None); the question after them is read then. `seeds` are those of the answers, from
-        which `sampler` makes what chooses the tokens; it is greedy by default.
+        Args:
+            ended: returns whether an answer is complete.
+            done: called with the number of prompts just done.
+            cuts: number of tokens of each prompt before the eviction; None: all. The question after them is read afterwards.
+            seeds: seed of each answer.
+            sampler: function of a batch's seeds that returns the sampler of its tokens; greedy by default.
         """
         shortened = [list(self.shortened(prompt)) for prompt in prompts]
         lengths = [len(x) for x in shortened] if cuts is None else cuts
@@ -201,7 +210,7 @@ class RequestReader:
         return [answers[i] for i in range(len(shortened))]
 
     def shortened(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The prompt, or under `truncate` its first and last tokens."""
+        """Return the prompt, or its first and last tokens under `truncate`."""
         if self.longest is None or len(prompt) <= self.longest:
             return prompt
         first = self.longest // 2
@@ -221,10 +230,10 @@ class RequestReader:
 
     @torch.inference_mode()
     def _scored(self, batch: Sequence[_Group]) -> dict[int, Scored]:
-        """Score a batch. Streams with the same start are forked from one that has read it."""
+        """Score a batch. Streams with a common start are forked from a stream that has read the start."""
         contexts = [group.context for group in batch]
         logits: Tensor | None = None
-        shared = batch[0].prompt if self.reads_whole_prompts else min(map(len, contexts)) - 1  # tokens before a scored one
+        shared = batch[0].prompt if self.reads_whole_prompts else min(map(len, contexts)) - 1  # tokens before scored ones
         rows = _numbered((group.prompt, *group.context[:shared]) for group in batch)
         distinct = [batch[rows.index(row)] for row in range(max(rows) + 1)]
         opening = [group.context[:shared] for group in distinct]
@@ -240,9 +249,10 @@ class RequestReader:
         return self._scored_from(decoder, _batch_tensors(batch), shared, logits)
 
     def _scored_from(self, decoder: Decoder, layout: _BatchTensors, start: int, logits: Tensor | None) -> dict[int, Scored]:
-        """Read on from the first `start` tokens of every stream, and score their requests.
+        """Read every stream from its token `start` on, and score the requests.
 
-        `logits` are those after the last of these tokens, if a request needs them. [B, V].
+        Args:
+            logits: logits after the token before `start`, if a request needs them. [B, V].
         """
         streams, length = layout.ids.shape
         totals = _Totals(layout)
@@ -268,9 +278,9 @@ class RequestReader:
         ended: Callable[[list[int]], bool],
         draw: Sampler,
     ) -> list[list[int]]:
-        """Answer a batch of prompts. As many of their tokens as the shortest has are read in blocks, those of equal prompts once.
+        """Answer a batch of prompts. The first `min(cuts)` tokens are read in blocks, and equal prompts are read once.
 
-        Then all streams step together: longer prompts are still being read while others answer.
+        Then all streams step together: longer prompts are still read while shorter prompts are answered.
         """
         shared, numbers = min(cuts), _numbered(zip(map(tuple, prompts), cuts, strict=True))
         distinct = [numbers.index(number) for number in range(max(numbers) + 1)]
@@ -305,26 +315,30 @@ class RequestReader:
         return answers
 
     def _open(self, prompts: Sequence[int]) -> Decoder:
-        """A decoder of a stream for each of these prompts, given by their tokens, which it passes on to the policy."""
+        """Return a decoder with a stream for each prompt, and pass the prompts' lengths to the policy.
+
+        Args:
+            prompts: number of tokens of each prompt.
+        """
         decoder = open_decoder(self.model, self.config, len(prompts), self.method)
         if isinstance(decoder, CachedDecoder):
             decoder.begin_prompt(torch.tensor(prompts))
         return decoder
 
     def _read_whole(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, Tensor]:
-        """Read prompts of equal length in full, then evict. Returns the decoder, and the logits after the last token, [B, V]."""
+        """Read prompts of equal length in full, then evict. Return the decoder, and the logits after the last token, [B, V]."""
         decoder, tokens = self._open([len(prompt) for prompt in prompts]), torch.tensor(prompts, device=self.model.device)
         return decoder, decoder.read_prompt(tokens, self._width(len(prompts)), once=self.prompt == "once")
 
     def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts of equal length. Returns the logits after the last token, [B, V]."""
+        """Read prompts of equal length. Return the logits after the last token, [B, V]."""
         tokens = torch.tensor(prompts, device=self.model.device)
         for part in tokens.split(self._width(len(prompts)), 1):
             logits = decoder(part, keep=torch.tensor([part.shape[1] - 1], device=self.model.device))
         return logits[:, -1]
 
     def _width(self, streams: int) -> int:
-        """Tokens of each stream in a forward pass."""
+        """Return the number of tokens of each stream in a forward pass."""
         return max(1, self.block // streams)
 
     def _note_bytes(self, decoder: Decoder, streams: int) -> None:
@@ -334,6 +348,6 @@ class RequestReader:
 
 
 def _numbered(items: Iterator[Any]) -> list[int]:
-    """The number of every item, where distinct items are numbered from 0 in order of appearance."""
+    """Return the number of every item. Distinct items are numbered from 0 in order of appearance."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(item, len(numbers)) for item in items]

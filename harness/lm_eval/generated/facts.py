@@ -1,6 +1,6 @@
 """Facts in prose, asked for as lines to complete: questions for models that were trained on ordinary text.
 
-Generated in the form of lm-eval's `custom_dataset`. What each kind isolates: docs/tasks/recall.md.
+The questions have the form of lm-eval's `custom_dataset`. docs/tasks/recall.md describes the ability that each kind isolates.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvbench.harness.data import lookups, pg19
 from kvbench.harness.data.prose import Prose
 
 _QUESTIONS = {"train": 50, "test": 200}
-_CHARACTERS = 1200  # of prose in a text, about 300 tokens
-_PROSE_SEED = 2_800_000  # of the first passage; pretraining and the suites use others
-_GOLDEN_RATIO = 0.6180339887498949  # its multiples, modulo 1, are spread evenly over 0 to 1, however many are taken
+_CHARACTERS = 1200  # characters of prose in a text, about 300 tokens
+_PROSE_SEED = 2_800_000  # seed of the first passage; pretraining and the suites use other seeds
+_GOLDEN_RATIO = 0.6180339887498949  # any number of its multiples, modulo 1, is spread evenly over 0 to 1
 Document = dict[str, Any]
 
 
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     """Kind of question.
 
     Attributes:
-        facts: number of facts in a text, each about another place.
+        facts: number of facts in a text, each about a different place.
         values: number of values of a fact.
         retellings: number of times that a fact about another place, or the fact that is asked for, is repeated.
         asks_repeated: whether the question is about the repeated fact.
@@ -52,22 +52,26 @@ def needle(**_: Any) -> dict[str, Dataset]:
 
 
 def book(data: str | None = None, **_: Any) -> dict[str, Dataset]:
-    """Ask for a single fact, at any depth of a passage from a book. data: a folder of books; the hub's PG-19 if not given."""
+    """Ask for a single fact, at any depth of a passage from a book.
+
+    Args:
+        data: folder of books; None: the hub's PG-19.
+    """
     return _splits("book", _NEEDLE, _book_passages(None if data is None else Path(data)))
 
 
 def distracted(**_: Any) -> dict[str, Dataset]:
-    """Ask for the unrepeated one of two facts that differ in the name of the place; the other is told three more times."""
+    """Ask for the unrepeated fact of two that differ in the name of the place; the repeated fact is told three more times."""
     return _splits("distracted", Kind(facts=2, retellings=3, asks_repeated=False, depths=(0.0, 0.5)), _generated_prose())
 
 
 def popular(**_: Any) -> dict[str, Dataset]:
-    """The fact that is repeated again and again."""
+    """Ask for a fact that is repeated three times."""
     return _splits("popular", Kind(facts=2, retellings=3, depths=(0.0, 0.5)), _generated_prose())
 
 
 def values(**_: Any) -> dict[str, Dataset]:
-    """A fact with two values, of which both are asked for."""
+    """Ask for both values of a fact with two values."""
     return _splits("values", Kind(values=2), _generated_prose())
 
 
@@ -90,7 +94,7 @@ def _even_depths(low: float, high: float) -> Iterator[float]:
 
 
 def _document(kind: Kind, passage: str, depth: float, draw: random.Random) -> Document:
-    """A passage with facts among its sentences, and the beginning of the sentence that told one of them."""
+    """Return a passage with facts among its sentences, followed by the beginning of the sentence of one fact."""
     places = draw.sample(lookups.PLACES, kind.facts)
     low = 10_000 if kind.values == 1 else 100
     answers = [" and ".join(str(draw.randrange(low, 10 * low)) for _ in range(kind.values)) for _ in places]
@@ -111,7 +115,7 @@ def _opening(place: str, values: int) -> str:
 
 
 def _with_facts(sentences: list[str], placed_facts: list[tuple[float, str]]) -> str:
-    """Sentences with others among them, each at its depth."""
+    """Return the text of the sentences with the facts inserted, each at its depth."""
     places = [((number + 0.5) / len(sentences), sentence) for number, sentence in enumerate(sentences)]
     return " ".join(sentence for _, sentence in sorted([*places, *placed_facts], key=lambda placed: placed[0]))
 
@@ -131,7 +135,7 @@ def _book_passages(folder: Path | None) -> Iterator[str]:
 
 
 def _whole_sentences(text: str) -> str:
-    """Sentences of a text from its second one on, of about as many characters as a passage has."""
+    """Return the sentences of a text from the second on, with at most `_CHARACTERS` characters in total."""
     sentences = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))[1:-1]
     ends = itertools.accumulate(len(sentence) + 1 for sentence in sentences)
     return " ".join(sentence for sentence, end in zip(sentences, ends, strict=True) if end <= _CHARACTERS)

@@ -1,6 +1,6 @@
-"""Generated questions in the form of lm-eval's `custom_dataset`: no download, and the same everywhere.
+"""Generated questions in the form of lm-eval's `custom_dataset`, which need no download and are equal on every machine.
 
-They use the kinds of prose and records that the built-in models were trained on, so that these small models can answer.
+The questions use the kinds of prose and records on which the built-in models were trained, so that small models can answer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from datasets import Dataset
 from kvbench.harness.data.prose import FILLERS, WORDS, Prose
 from kvbench.harness.data.registers import HEADER, answer, question, record_line
 
-_SEED = 900_000  # of the first text; pretraining and the suites use others
+_SEED = 900_000  # seed of the first text; pretraining and the suites use other seeds
 _QUESTIONS = {"train": 50, "test": 200}
-_MIN_CONTEXT_CHARACTERS = 700  # of prose before a question; fits the training length of our models
+_MIN_CONTEXT_CHARACTERS = 700  # characters of prose before a question; fits the training length of our models
 _PASSAGE_CHARACTERS = 1600
 _MIN_GIVEN_WORDS = 3
 _RECORD_LINES = 3
@@ -24,17 +24,17 @@ _CHOICES = 4
 
 
 def cloze(**_: Any) -> dict[str, Dataset]:
-    """A passage of generated prose that breaks off in a fixed sentence: which of four words comes next?"""
+    """Ask which of four words continues a passage of generated prose that breaks off in a fixed sentence."""
     return _splits(_cloze)
 
 
 def registers(**_: Any) -> dict[str, Dataset]:
-    """A record and a question about a line: which of four numbers does its register hold?"""
+    """Ask which of four numbers the register of a record's line holds."""
     return _splits(_registers)
 
 
 def passages(**_: Any) -> dict[str, Dataset]:
-    """Passages of generated prose, to be scored as a whole."""
+    """Return passages of generated prose that are scored as a whole."""
     return _splits(_passages)
 
 

@@ -1,6 +1,7 @@
-"""Questions at the end of a long text, each kind of which a policy can answer only by keeping what another would evict.
+"""Questions at the end of a long text. Each kind needs tokens that another kind of policy would evict.
 
-Generated in the form of lm-eval's `custom_dataset`: no download, the same everywhere. What each isolates: docs/tasks/recall.md.
+The questions have the form of lm-eval's `custom_dataset`, need no download and are equal on every machine.
+docs/tasks/recall.md describes the ability that each kind isolates.
 """
 
 from __future__ import annotations
@@ -17,50 +18,50 @@ from kvbench.harness.data.prose import Prose
 
 _QUESTIONS = {"train": 50, "test": 200}
 _KEYS = 40  # lines of a text; 200 to 440 tokens where numbers below 1,000 are one token
-_RECENT = 5  # lines at the end, of which `recent` asks one
-_POPULAR, _ASKED = 3, 10  # keys that are asked for in the middle of a text, and how often in all
+_RECENT = 5  # lines at the end; `recent` asks for one of them
+_POPULAR, _ASKED = 3, 10  # number of keys that are asked for in the middle of a text, and of questions about them in total
 _PROSE_CHARACTERS = 1200
-_PROSE_SEED = 1_800_000  # of the first passage; pretraining and the suites use others
+_PROSE_SEED = 1_800_000  # seed of the first passage; pretraining and the suites use other seeds
 Document = dict[str, Any]
 
 
 def recent(**_: Any) -> dict[str, Dataset]:
-    """The key is one of the last five."""
+    """Ask for one of the last five keys."""
     return _splits("recent", lambda draw: _key_question(draw, range(_KEYS - _RECENT, _KEYS)))
 
 
 def once(**_: Any) -> dict[str, Dataset]:
-    """The key was told once, in the first half."""
+    """Ask for a key that was stated once, in the first half."""
     return _splits("once", lambda draw: _key_question(draw, range(_KEYS // 2)))
 
 
 def anywhere(**_: Any) -> dict[str, Dataset]:
-    """The key was told once, at any place of the text."""
+    """Ask for a key that was stated once, anywhere in the text."""
     return _splits("anywhere", lambda draw: _key_question(draw, range(_KEYS)))
 
 
 def popular(**_: Any) -> dict[str, Dataset]:
-    """The key was told in the first half, and asked for again and again."""
+    """Ask for a key that was stated in the first half and asked for repeatedly."""
     return _splits("popular", partial(_after_questions, popular=True))
 
 
 def distracted(**_: Any) -> dict[str, Dataset]:
-    """The key was told once, in the first half; others were asked for again and again, and are not needed any more."""
+    """Ask for a key that was stated once, in the first half. Other keys, now useless, were asked for repeatedly."""
     return _splits("distracted", partial(_after_questions, popular=False))
 
 
 def values(**_: Any) -> dict[str, Dataset]:
-    """The key has four values, and all are asked for."""
+    """Ask for all four values of a key."""
     return _splits("values", lambda draw: _key_question(draw, range(_KEYS // 2), count=4))
 
 
 def chain(**_: Any) -> dict[str, Dataset]:
-    """The key names a key; that one and its value are asked for."""
+    """Ask for the key that another key names, and for its value."""
     return _splits("chain", _chain)
 
 
 def needle(**_: Any) -> dict[str, Dataset]:
-    """Ask for a sentence that stands in unrelated prose."""
+    """Ask for the number in a sentence that is hidden in unrelated prose."""
     return _splits("needle", _needle)
 
 
@@ -70,17 +71,17 @@ def _splits(name: str, generate: Callable[[random.Random], Document]) -> dict[st
 
 
 def _question(text: str, evidence: str, question: str, answer: str) -> Document:
-    """A question about what was told in one place of a text; that place is its depth, from 0 to 1."""
+    """Return a question about the evidence in a text. Its depth is the place of the evidence, from 0 to 1."""
     return {"text": text + question, "answer": answer.strip().rstrip("."), "depth": round(text.index(evidence) / len(text), 4)}
 
 
 def _records(draw: random.Random, count: int = 1) -> dict[int, list[int]]:
-    """Keys in the order in which they are told, with their values."""
+    """Draw keys with their values, in the order in which the text states them."""
     return {key: [draw.randrange(1, 1000) for _ in range(count)] for key in draw.sample(range(1, 1000), _KEYS)}
 
 
 def _key_question(draw: random.Random, places: range, count: int = 1) -> Document:
-    """Keys, and a question about one of those at `places`."""
+    """Return a text of keys, and a question about one of the keys at `places`."""
     records = _records(draw, count)
     key = list(records)[draw.choice(places)]
     text = "".join(lookups.key_line(*record) for record in records.items())
@@ -88,7 +89,10 @@ def _key_question(draw: random.Random, places: range, count: int = 1) -> Documen
 
 
 def _after_questions(draw: random.Random, popular: bool) -> Document:
-    """Keys with questions about a few of them in between, and a question about one of those, or about another."""
+    """Return a text of keys with questions about a few keys in between, and a final question.
+
+    The final question is about one of the few keys if `popular`, else about a key that was never asked for.
+    """
     records = _records(draw)
     keys = list(records)
     known = draw.sample(keys[: _KEYS // 4], _POPULAR)
@@ -105,7 +109,7 @@ def _after_questions(draw: random.Random, popular: bool) -> Document:
 
 
 def _chain(draw: random.Random) -> Document:
-    """Half of the keys name one of the others; of each pair either may come first."""
+    """Return a text in which half of the keys name a key of the other half. Either key of a pair may come first."""
     records = _records(draw)
     keys = draw.sample(list(records), _KEYS)
     names = dict(zip(keys[: _KEYS // 2], keys[_KEYS // 2 :], strict=True))
