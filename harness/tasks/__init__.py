@@ -1,7 +1,7 @@
 """Tasks, one file or package each, and the names that a task imports ("A task of your own" in CONTRIBUTING.md).
 
-In a package, `__init__` holds the task and its page, and `<task>_options`, where there is one, its options and figures; both work
-without torch. One more module runs it.
+In a package, `__init__` holds the task and its page, and `<task>_options`, if present, holds its options and figures. Both work
+without torch. One more module measures the task.
 """
 
 from kvbench.harness.records import Record

@@ -1,4 +1,4 @@
-"""ARC as one endless stream: all questions and answers in a row; each answer must match exactly.
+"""ARC as one endless stream of all questions and answers. Each answer must match exactly.
 
 Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.3, Table 5.
 Differs: the paper does not give its prompt. Ours lists the choices by label and asks for the label.
@@ -49,7 +49,7 @@ class ArcStream(AnsweringTask):
 
     @staticmethod
     def data(options: ArcStreamOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
-        """The questions of the split, in order."""
+        """Return the questions of the split, in order."""
         from kvbench.harness.data import arc
         from kvbench.harness.data.quiz import Script, quiz_data
 
@@ -65,21 +65,21 @@ class ArcStream(AnsweringTask):
 
     @classmethod
     def workload(cls, options: ArcStreamOptions) -> Workload:
-        """About 60 tokens per question, and four per answer."""
+        """Estimate 60 tokens per question and four per answer."""
         questions = options.questions or 2376
         streams = questions if options.one_at_a_time else 1
         return Workload(sequences=streams, length=60 * questions // streams, steps=4 * questions)
 
     @staticmethod
     def run(options: ArcStreamOptions, job: Job) -> AnswerMetrics:
-        """Read the stream and answer its questions; the trace gets each answer."""
+        """Read the stream, answer its questions, and write each answer to the trace."""
         from kvbench.harness.tasks.common.answering import answer_questions
 
         return answer_questions(job, options.context, label_in)
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """A row per policy, a column per subset: percent right with a 95 % interval."""
+        """Return a row per policy and a column per subset: percent right with a 95 % interval."""
         subsets = sorted({_subset(r) for r in records}, reverse=True)
         rows: dict[tuple[str, str], dict[str, Record]] = {}
         for record in records:
@@ -100,6 +100,6 @@ def _subset(record: Record) -> str:
 
 
 def label_in(completion: str) -> str:
-    """The label in a completion: the first word of its first line, without punctuation."""
+    """Return the label in a completion: the first word of the first line, without punctuation."""
     word = re.match(r"\s*\(?(\w+)", completion.split("\n", 1)[0])
     return word[1] if word else ""

@@ -1,7 +1,7 @@
-"""How far a policy moves the predictions of dense: KL divergence, and how often both find the same token most likely.
+"""Divergence of predictions under a policy from those of dense: KL divergence, and share of equal top tokens.
 
-NLL looks at one token of the vocabulary, the one that comes; the KL divergence at all of them. It is 0 only where nothing has
-changed, and no luck of the text can hide a change.
+The NLL depends on one token of the vocabulary, the next token of the text. The KL divergence depends on all tokens. It is 0 only
+if the prediction is unchanged, so chance cannot hide a change.
 
 Source: Kullback and Leibler 1951, Annals of Mathematical Statistics 22(1).
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import Decoder
 
 _SHARE = near(2e-3)  # rounding may change the top token where two are about as likely
-_ROWS = 64  # compared at once, in float64
+_ROWS = 64  # predictions compared at once, in float64
 Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
@@ -53,7 +53,7 @@ class DivergenceOptions(SampleOptions):
 
 
 class DivergenceAt(Part):
-    """Predictions of tokens between two positions of a sample."""
+    """Divergence of predictions between two positions of a sample."""
 
     from_: Annotated[Count, EXACT] = Field(alias="from", description="first position")
     to: Annotated[Count, EXACT] = Field(description="first position after the bucket")
@@ -69,7 +69,7 @@ class SampleSums(Part):
 
 
 class DivergenceMetrics(SampleMetrics):
-    """How far predictions under a policy are from those of dense."""
+    """Divergence of predictions under a policy from those of dense."""
 
     kl: Annotated[Amount, near(MEAN_NATS), Compared(0.001, more_is_better=False, sums="sums.kl")] = Field(
         description="KL(dense || policy), mean over predictions, nats per token"
@@ -89,17 +89,22 @@ class DivergenceMetrics(SampleMetrics):
     kv_bytes: Annotated[Count | None, near()] = Field(None, description="bytes allocated for K and V of one sample")
 
     def headline(self) -> str:
-        """KL divergence and agreement."""
+        """Return the KL divergence and the agreement."""
         return f"KL {self.kl:.4g} nats, top token {100 * self.agreement:.1f} % the same"
 
 
-# What the trace holds of each prediction: KL(dense || policy) in nats, whether the top token is the same, and the NLL of the
-# token that comes, in nats, under the policy and under dense.
+# Entry of the trace for each prediction: KL(dense || policy) in nats, whether the top token is the same, and the NLL of the next
+# token in nats under the policy and under dense.
 COMPARED = np.dtype([("kl", "<f4"), ("agrees", "?"), ("nll", "<f4"), ("dense_nll", "<f4")])
 
 
 def figures(compared: NDArray[np.void], tokens: int) -> dict[str, Any]:
-    """The figures of a record, from the predictions of each sample's last P tokens. compared: [N, P] `COMPARED`."""
+    """Compute the figures of a record from the predictions of each sample's last P tokens.
+
+    Args:
+        compared: comparison of each prediction. [N, P] `COMPARED`.
+        tokens: length of a sample.
+    """
     kl, agrees = compared["kl"].astype(np.float64), compared["agrees"]
     nll = compared["nll"].astype(np.float64)
     change = nll - compared["dense_nll"]
@@ -126,12 +131,12 @@ def figures(compared: NDArray[np.void], tokens: int) -> dict[str, Any]:
 
 
 def _ends(mean: Interval, low: float = -np.inf, high: float = np.inf) -> list[float] | None:
-    """An interval's ends, clipped to the range of its figure; None if the text is too short for an interval."""
+    """Return an interval's ends, clipped to the range of the figure; None if the text is too short for an interval."""
     return None if mean.low is None or mean.high is None else [max(low, mean.low), min(high, mean.high)]
 
 
 class Divergence(Task):
-    """KL(dense || policy) of each next token, on samples no longer than those the model was trained on."""
+    """KL(dense || policy) of each next token, on samples no longer than the model's training length."""
 
     options: ClassVar[type[Options]] = DivergenceOptions
     metrics: ClassVar[type[Metrics]] = DivergenceMetrics
@@ -139,20 +144,20 @@ class Divergence(Task):
 
     @staticmethod
     def data(options: DivergenceOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
-        """Pieces of books or of generated prose."""
+        """Return samples of books or of generated prose."""
         return samples(options, tokenizer, directory)
 
     @classmethod
     def workload(cls, options: DivergenceOptions) -> Workload:
-        """Samples, one after the other."""
+        """Return samples that are read one after the other."""
         return Workload(sequences=options.samples, length=options.tokens, prompt=options.prompt or 0)
 
     @staticmethod
     def run(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
-        """Read every sample with and without the policy; the trace gets what was compared at each position, as `COMPARED`.
+        """Read every sample with and without the policy, and write the comparisons to the trace as `COMPARED`.
 
         Raises:
-            MeasurementError: samples are longer than those the model was trained on, or a prediction is not finite.
+            MeasurementError: samples are longer than the model's training length, or a prediction is not finite.
         """
         from kvbench.harness.engine.decoder import CacheConfig
         from kvbench.harness.engine.method import EAGER
@@ -188,13 +193,13 @@ class Divergence(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
-        """Most tokens of a sample in the cache; without a bound all but the last, which is not read."""
+        """Return the largest number of a sample's tokens in the cache. An unbounded cache holds all but the unread last token."""
         bounded = record.cell.capacity is not None or record.cell.evict == "prompt"
         return super().cached_tokens(record) if bounded else record.cell.task_options(DivergenceOptions).tokens - 1
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """A row per policy, then KL divergence by position."""
+        """Return a row per policy, then KL divergence by position."""
         about = (
             f"{task_line(records[0])}KL divergence from dense to the policy, in nats per token: 0 where nothing has changed. "
             "Top-1 agreement: how often both find the same token most likely. With 95 % intervals:\n"
@@ -222,7 +227,7 @@ def _with_ends(mean: str, ends: Sequence[float] | None, form: str, scale: float 
 
 
 def _by_position(records: Sequence[Record]) -> list[str]:
-    """KL divergence by the position of the predicted token."""
+    """Return a table of KL divergence by the position of the predicted token."""
     measured = [(r, m.by_position) for r in records if (m := r.measured(DivergenceMetrics))]
     if not measured:
         return []
@@ -233,10 +238,17 @@ def _by_position(records: Sequence[Record]) -> list[str]:
 
 
 def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: int) -> NDArray[np.void]:
-    """Read samples, [B, T] int64, with both decoders, full attention's and the policy's.
+    """Read samples with the decoder of full attention and the decoder of the policy, and compare their predictions.
 
-    `block` tokens of each sample pass a layer at once; the first `prompt` tokens are the prompt. The result has the predictions
-    of all tokens after the first, or after the prompt. [B, P] `COMPARED`.
+    Args:
+        ids: token ids. [B, T] int64.
+        dense: decoder of full attention.
+        read: decoder of the policy.
+        prompt: number of first tokens that are the prompt.
+        block: tokens of each sample that pass a layer at once.
+
+    Returns:
+        Comparisons of the predictions of all tokens after the first, or after the prompt. [B, P] `COMPARED`.
     """
     parts = []
     if prompt:
@@ -252,7 +264,8 @@ def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: in
 def compare(dense: Tensor, policy: Tensor, targets: Tensor) -> NDArray[np.void]:
     """Compare predictions of the same tokens, in float64. Logits [B, T, V] and targets [B, T] int64 -> [B, T] `COMPARED`.
 
-    KL(dense || policy) = sum over the vocabulary of p (log p - log q), p the probabilities under dense, q under the policy.
+    KL(dense || policy) is the sum over the vocabulary of p (log p - log q). p are the probabilities under dense, q under the
+    policy.
 
     Raises:
         MeasurementError: a KL divergence is not finite.
@@ -262,7 +275,7 @@ def compare(dense: Tensor, policy: Tensor, targets: Tensor) -> NDArray[np.void]:
     for number, (theirs, ours, target) in enumerate(rows):
         part = result[number * _ROWS : number * _ROWS + len(target)]
         p, q = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)  # [R, V]
-        part["kl"] = (p.exp() * (p - q)).sum(-1).clamp(min=0).cpu().numpy()  # rounding may take it below 0
+        part["kl"] = (p.exp() * (p - q)).sum(-1).clamp(min=0).cpu().numpy()  # rounding may give a negative sum
         part["agrees"] = (theirs.argmax(-1) == ours.argmax(-1)).cpu().numpy()
         part["nll"], part["dense_nll"] = (-x.gather(-1, target[:, None])[:, 0].cpu().numpy() for x in (q, p))
     if not np.isfinite(result["kl"]).all():

@@ -1,7 +1,7 @@
 """StreamEval: an endless record of numbered lines, and questions about the line `distance` lines back.
 
 Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.3, Figures 8 and 9, Table 7. Lines follow LongEval (Li et al. 2023). The
-authors released neither data nor code; what the paper leaves open is an option here (docs/tasks/streameval.md).
+authors released neither data nor code; details that the paper leaves open are options here (docs/tasks/streameval.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer
 if TYPE_CHECKING:
     from kvbench.harness.data.quiz import QuizData, Script
 
-_MAX_LINES = 10**6  # of all streams, generated in memory
+_MAX_LINES = 10**6  # lines of all streams, which are generated in memory
 
 
 class StreamEvalOptions(Options):
@@ -71,7 +71,7 @@ class StreamEval(AnsweringTask):
 
     @staticmethod
     def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
-        """Generated text, the same for every policy and machine."""
+        """Return generated text, which is equal for every policy and machine."""
         from kvbench.harness.data.quiz import quiz_data
 
         scripts = [script(options, stream) for stream in range(options.streams)]
@@ -79,13 +79,13 @@ class StreamEval(AnsweringTask):
 
     @classmethod
     def workload(cls, options: StreamEvalOptions) -> Workload:
-        """About 25 tokens per line, and ten per answer."""
+        """Estimate 25 tokens per line and ten per answer."""
         answers = options.streams * options.lines // options.query_every
         return Workload(sequences=options.streams, length=25 * options.lines, steps=10 * answers)
 
     @staticmethod
     def run(options: StreamEvalOptions, job: Job) -> AnswerMetrics:
-        """Read the streams and answer their questions; the trace gets each answer."""
+        """Read the streams, answer their questions, and write each answer to the trace."""
         from kvbench.harness.tasks.common.answering import answer_questions
 
         longest = max(int(q.line_tokens.max()) for q in job.data.quizzes)
@@ -95,7 +95,7 @@ class StreamEval(AnsweringTask):
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Accuracy by distance, and by whether the line was still in the cache."""
+        """Return the accuracy by distance, and by the share of the line that was in the cache."""
         distances = sorted({_distance(r) for r in records})
         length = _line_tokens(records[0])
         rows: dict[tuple[str, str], dict[int, Record]] = {}
@@ -111,7 +111,7 @@ class StreamEval(AnsweringTask):
 
 
 def script(options: StreamEvalOptions, stream: int) -> Script:
-    """The text of one stream. The lines depend only on the data seed and the stream's number."""
+    """Return the text of one stream. The lines depend only on the data seed and the stream's number."""
     from kvbench.harness.data.quiz import Script
 
     draw = random.Random(f"{options.data_seed}/{stream}")
@@ -126,7 +126,7 @@ def script(options: StreamEvalOptions, stream: int) -> Script:
 
 
 def _by_cache(records: Sequence[Record]) -> list[str]:
-    """Accuracy by how much of the line was in the cache when the answer began."""
+    """Return a table of accuracy by the share of the line that was in the cache when the answer began."""
     parts = ("whole", "in part", "gone")
     rows: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     for record in records:
@@ -148,17 +148,17 @@ def _by_cache(records: Sequence[Record]) -> list[str]:
 
 
 def _distance(record: Record) -> int:
-    """Lines between a question and the line that it asks about."""
+    """Return the number of lines between a question and the line that it asks about."""
     return record.cell.task_options(StreamEvalOptions).distance
 
 
 def _line_tokens(record: Record) -> float | None:
-    """Mean tokens per line."""
+    """Return the mean number of tokens per line."""
     return record.data.line_tokens if isinstance(record.data, QuizFacts) else None
 
 
 def over_distance(records: Sequence[Record]) -> list[chart.Chart]:
-    """A panel per capacity with a line per policy; none if there is only one distance."""
+    """Return a panel per capacity with a line per policy; empty if all records have one distance."""
     measured = [r for r in records if r.measured(AnswerMetrics)]
     if len({_distance(r) for r in measured}) < 2:
         return []

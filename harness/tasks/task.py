@@ -1,4 +1,4 @@
-"""The interface of a task: options in a suite, and the measurement of one cell or of several side by side."""
+"""Interface of a task: options in a suite, and the measurement of one cell or of several cells side by side."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
     "Workload",
 ]
 
-MAX_TOKENS = 10**9  # a stream that takes days to read
+MAX_TOKENS = 10**9  # largest length of a stream, which takes days to read
 
 
 class Tokenizer(Protocol):
@@ -42,14 +42,14 @@ class Tokenizer(Protocol):
 
     @property
     def directory(self) -> Path:
-        """The model's files, for a task that reads other data than text."""
+        """Directory of the model's files, for a task that reads other data than text."""
 
     def __call__(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer."""
 
 
 class Data(Protocol):
-    """The data that a task reads."""
+    """Data that a task reads."""
 
     @property
     def ids_sha256(self) -> str:
@@ -60,18 +60,18 @@ class Data(Protocol):
         """Number of tokens to read, without the prefix, for progress and speed."""
 
     def facts(self) -> dict[str, Any]:
-        """The record's `data`: source, hashes, tokens, prefix."""
+        """Return the record's `data`: source, hashes, tokens, prefix."""
 
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Token ids that the task draws uniformly, where the text does not matter."""
+    """Token ids that the task draws uniformly, for figures that do not depend on the text."""
 
     tokens: int
     ids_sha256: str = "uniform random token ids"
 
     def facts(self) -> dict[str, Any]:
-        """The record's `data`."""
+        """Return the record's `data`."""
         return {"source": self.ids_sha256, "tokens": self.tokens}
 
 
@@ -83,21 +83,21 @@ def _new_decoder(*args: Any, **kwargs: Any) -> Decoder:
 
 @dataclass(frozen=True)
 class Job:
-    """Cell that is ready to be measured."""
+    """A cell that is ready to be measured."""
 
     model: Model  # has passed the self-check
     config: CacheConfig
     data: Any  # returned by the task's `data`
     block: int  # tokens per block
     method: Method  # faster methods that decoders may use
-    trace: Path  # file to write figures per token, question or step to
+    trace: Path  # file for figures per token, question or step
     progress: Callable[[int, str], None]  # called with (tokens done, the figure so far as text)
     open: Callable[..., Decoder] = field(default=_new_decoder)  # creates a decoder; tests replace it
-    reference: Record | None = None  # of the cell that the workload's `reference` names
-    all_at_once: bool = False  # read all streams at once, whatever the options say: a keep map holds one decoder
+    reference: Record | None = None  # record of the cell that the workload's `reference` names
+    all_at_once: bool = False  # whether to read all streams at once despite the options, because a keep map wraps one decoder
 
     def decoder(self, streams: int = 1) -> Decoder:
-        """A decoder with an empty cache."""
+        """Return a decoder with an empty cache."""
         return self.open(self.model, self.config, streams, self.method)
 
 
@@ -106,7 +106,7 @@ class MeasurementError(RuntimeError):
 
 
 class Task(TaskReport, ABC):
-    """Kind of measurement: its data, how it runs (`run` or `run_together`), and how its records are shown.
+    """A kind of measurement: its data, its method (`run` or `run_together`), and the display of its records.
 
     A task's module imports torch, transformers and the engine inside functions only, because pages are rendered without them.
     """
@@ -114,7 +114,7 @@ class Task(TaskReport, ABC):
     @staticmethod
     @abstractmethod
     def data(options: Any, tokenizer: Tokenizer, directory: Path | None) -> Data:
-        """The data that all cells of a model read.
+        """Return the data that all cells of a model read.
 
         Raises:
             UserError: the data is missing.
@@ -123,20 +123,20 @@ class Task(TaskReport, ABC):
     @classmethod
     @abstractmethod
     def workload(cls, options: Any) -> Workload:
-        """Sizes of the work of a cell with these options."""
+        """Return the sizes of the work of a cell with these options."""
 
     @classmethod
     def load_model(cls, directory: Path, *args: Any, **kwargs: Any) -> Model:
-        """Load the model of its cells. The arguments are those of `load_model` in `harness/models/load.py`."""
+        """Load the model of the task's cells. The arguments are passed to `load_model` in `harness/models/load.py`."""
         from kvbench.harness.models.load import load_model
 
         return load_model(directory, *args, **kwargs)
 
     @classmethod
     def tokens_read(cls, options: Any, data: Any) -> int | None:
-        """Tokens that one decoder reads of every stream, side by side; None for a task that reads in another way.
+        """Return the number of tokens of every stream that one decoder reads, streams side by side; None for other methods.
 
-        Keep maps (`--trace kept`) need it: they are written by wrapping that decoder.
+        Keep maps (`--trace kept`) need the number, because they are written by wrapping the decoder.
         """
         return None
 
@@ -154,8 +154,8 @@ class Task(TaskReport, ABC):
         """Measure cells side by side.
 
         Yields:
-            The index of a job, and its figures or its error, as soon as they are known: the record is written then, so that
-            a run that is interrupted later keeps it.
+            The index of a job, and its figures or its error, as soon as they are known. The record is written at once, so that
+            an interrupted run keeps it.
         """
         for number, job in enumerate(jobs):
             try:

@@ -1,8 +1,8 @@
 """Conversations: one text, then several questions, with one cache that is carried from turn to turn or copied for each request.
 
-Source: the two ways of SCBench, Li et al. 2024, arXiv:2412.10319.
-Differs: generated conversations also tell facts in turns, correct them, and ask for them later (docs/tasks/turns.md). Their words
-are those that our small models learnt: `set L3 5` and `ask L3` (`words`), or `#12 = 34` and a question (`keys`).
+Source: the two modes of SCBench, Li et al. 2024, arXiv:2412.10319.
+Differs: generated conversations also state facts in turns, correct them, and ask for them later (docs/tasks/turns.md). They use
+the words that our small models learnt: `set L3 5` and `ask L3` (`words`), or `#12 = 34` and a question (`keys`).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from kvbench.harness.data.quiz import QuizData
 
 _KINDS = ("system", "text", "turn", "corrected")
-_SCBENCH_TOKENS = 125_000  # of a context, about
-_MAX_LINES = 10**6  # of all streams, generated in memory
+_SCBENCH_TOKENS = 125_000  # approximate number of tokens of a context
+_MAX_LINES = 10**6  # lines of all streams, which are generated in memory
 
 
 class Style(NamedTuple):
-    """The words of facts and questions."""
+    """Words of facts and questions."""
 
     names: range
     values: range
     fact: Callable[[int, int], str]
     question: Callable[[int], str]
     answer: Callable[[int], str]
-    stop: str | None  # ends an answer
-    most: int | None  # tokens of an answer
-    fact_tokens: int  # about
-    asked_tokens: int  # of a question and its answer, about
+    stop: str | None  # string that ends an answer
+    most: int | None  # largest number of tokens of an answer
+    fact_tokens: int  # approximate number of tokens of a fact
+    asked_tokens: int  # approximate number of tokens of a question and its answer
 
 
 STYLES: dict[str, Style] = {
@@ -82,7 +82,7 @@ STYLES: dict[str, Style] = {
 
 
 class TurnsOptions(Options):
-    """Options of the task `turns`; those from `system` to `data_seed` are of generated conversations."""
+    """Options of the task `turns`. The options from `system` to `data_seed` apply to generated conversations."""
 
     shown: ClassVar[tuple[str, ...] | None] = ("data", "mode", "turns", "streams")
     never_pooled_over: ClassVar[tuple[str, ...]] = ("mode",)
@@ -111,12 +111,12 @@ class TurnsOptions(Options):
 
     @property
     def heading(self) -> str:
-        """Includes the mode: right answers in turns and to requests never share a table."""
+        """Heading with the mode, because right answers in turns and to requests never share a table."""
         return f"Conversations, asked in {self.mode}"
 
     @property
     def names(self) -> int:
-        """Different names that a generated conversation may need for its facts, without filler."""
+        """Number of different names that a generated conversation may need for its facts, without filler."""
         return self.system + self.facts + self.turns * self.told
 
     @field_validator("subset")
@@ -151,16 +151,16 @@ class _Fact:
 
     kind: str  # system, text, turn or corrected
     value: int
-    turn: int  # that told its value; 0: the text
-    line: int  # of the script
-    old: int | None  # value before it was corrected
+    turn: int  # turn that stated the value; 0: the text
+    line: int  # line of the script
+    old: int | None  # value before the correction
 
 
 def conversation(options: TurnsOptions, stream: int) -> Script:
     """Draw a conversation, which depends only on the options and its number.
 
-    Every question is about a fact from the text or an earlier turn, so that filler lies in between. A fact is corrected at most
-    once. In mode `requests`, each turn knows only the text.
+    Every question is about a fact from the text or an earlier turn, so that filler separates the two. A fact is corrected at most
+    once. In mode `requests`, each turn refers only to the text and to itself.
     """
     style, draw = STYLES[options.data], random.Random(f"{options.data_seed}/{stream}")
     names = draw.sample(style.names, len(style.names))
@@ -184,7 +184,7 @@ def conversation(options: TurnsOptions, stream: int) -> Script:
         start, earlier = len(script.text), list(facts)
         for _ in range(options.told):
             uncorrected = [name for name in earlier if facts[name].old is None]
-            if len(uncorrected) > 1 and draw.random() < options.corrections:  # one is left to ask for
+            if len(uncorrected) > 1 and draw.random() < options.corrections:  # keep one uncorrected
                 tell(draw.choice(uncorrected), "corrected", turn)
             else:
                 tell(next(unused), "turn", turn)
@@ -210,7 +210,7 @@ class Turns(AnsweringTask):
 
     @staticmethod
     def data(options: TurnsOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
-        """The conversations, the same for every policy and machine."""
+        """Return the conversations, which are equal for every policy and machine."""
         from kvbench.harness.data.quiz import quiz_data
 
         if options.data == "scbench":
@@ -222,7 +222,7 @@ class Turns(AnsweringTask):
 
     @classmethod
     def workload(cls, options: TurnsOptions) -> Workload:
-        """About as many tokens as the words of facts and questions have. The prompt is the text before the first turn."""
+        """Estimate tokens from the words of facts and questions. The prompt is the text before the first turn."""
         style = STYLES[options.data] if options.data != "scbench" else None
         facts = options.system + options.facts + options.turns * (options.told + options.filler)
         length = style.fact_tokens * facts + style.asked_tokens * options.turns if style else _SCBENCH_TOKENS
@@ -236,7 +236,7 @@ class Turns(AnsweringTask):
 
     @classmethod
     def run(cls, options: TurnsOptions, job: Job) -> AnswerMetrics:
-        """Hold the conversations; the trace gets each answer."""
+        """Hold the conversations, and write each answer to the trace."""
         from kvbench.harness.tasks.common.answering import answer_questions
 
         context = "none" if options.mode == "requests" else options.context
@@ -245,7 +245,7 @@ class Turns(AnsweringTask):
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Right answers by kind and by turn; seeds of one policy are one row."""
+        """Return tables of right answers by kind and by turn. The seeds of a policy share a row."""
         groups = _without_seeds(records)
         measured = _measured(records)
         kinds = [kind for kind in _KINDS if any(kind in (m.kinds or {}) for m in measured)]
@@ -267,7 +267,7 @@ class Turns(AnsweringTask):
 
 
 def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records that differ in the seed alone."""
+    """Group records that differ only in the seed."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
@@ -277,19 +277,19 @@ def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _name(group: Sequence[Record], records: Sequence[Record]) -> list[str]:
-    """The first columns of a row."""
+    """Return the first columns of a row."""
     seeds = f", {len(group)} seeds" if len(group) > 1 else ""
     return [row_label(group[0], records) + seeds, count(group[0].cell.capacity), cache_bytes(group[0].metrics.kv_bytes)]
 
 
 def _all(group: Sequence[Record]) -> str:
-    """Percent right of all questions, with its interval; the status of a failed cell."""
+    """Return the percentage right of all questions, with its interval; the status if a cell failed."""
     share, failed = answers(group), [r for r in group if r.status != "ok"]
     return status((failed or group)[0]) if failed or share is None else f"{100 * share.share:.1f}{bracketed(share.ends, 1)}"
 
 
 def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str, tuple[int, int]]:
-    """(right answers, questions) of each kind or turn."""
+    """Return (right answers, questions) of each kind or turn."""
     right, total = Counter[str](), Counter[str]()
     for metrics in _measured(group):
         for part, counts in ((metrics.kinds if by == "kinds" else metrics.turns) or {}).items():
@@ -299,7 +299,7 @@ def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str,
 
 
 def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
-    """Percent right of each kind; the last column, percent of answers that are an old value, goes with corrected ones."""
+    """Return the percentage right of each kind; with corrected facts, a last column has the percentage of old values."""
     counts = _counts(group, "kinds")
     shown = {
         kind: f"{100 * right / total:.1f}{bracketed(_of_kind(group, kind).ends, 1)} of {total:,}"
@@ -311,7 +311,7 @@ def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
 
 
 def _of_kind(group: Sequence[Record], kind: str) -> Answers:
-    """Right answers to questions of a kind, by conversation; seeds of a policy answer the same ones."""
+    """Return the right answers to questions of a kind, by conversation. All seeds of a policy answer the same questions."""
     right, total = Counter[int](), Counter[int]()
     for record in group:
         metrics, options = record.measured(AnswerMetrics), record.cell.task_options(TurnsOptions)
@@ -325,23 +325,23 @@ def _of_kind(group: Sequence[Record], kind: str) -> Answers:
 
 @lru_cache(maxsize=1024)
 def _kinds_asked(options: TurnsOptions, stream: int) -> list[str]:
-    """The kind of each question of a generated conversation."""
+    """Return the kind of each question of a generated conversation."""
     return [about["kind"] for *_, about in conversation(options, stream).questions]
 
 
 def _by_turn(group: Sequence[Record], turns: Sequence[str]) -> list[str]:
-    """Percent right in each turn."""
+    """Return the percentage right in each turn."""
     counts = _counts(group, "turns")
     return [f"{100 * counts[turn][0] / counts[turn][1]:.1f}" if turn in counts else "" for turn in turns]
 
 
 def _measured(records: Sequence[Record]) -> list[AnswerMetrics]:
-    """The figures of those that went well."""
+    """Return the figures of the records that succeeded."""
     return [metrics for r in records if (metrics := r.measured(AnswerMetrics))]
 
 
 def over_turns(records: Sequence[Record]) -> list[Chart]:
-    """A panel per capacity with a line per policy; none if there is only one turn."""
+    """Return a panel per capacity with a line per policy; empty if all records have one turn."""
     measured = [r for r in records if (m := r.measured(AnswerMetrics)) and len(m.turns or {}) > 1]
     return panels(
         measured,

@@ -24,17 +24,17 @@ from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, 
 from kvbench.harness.tasks.attention.figures import figures
 from kvbench.harness.tasks.task import Job, Options, Task, Workload
 
-_CELL_PIXELS, _MOST_PIXELS = 26, 480  # of the heatmap of heads
+_CELL_PIXELS, _MOST_PIXELS = 26, 480  # sizes of the heatmap of heads
 _SHADES = {"scheme": "blues"}
-Panel = dict[str, Any]  # of a chart in Vega-Lite
+Panel = dict[str, Any]  # panel of a chart in Vega-Lite
 
 
 class AttentionTask(Task):
     """Attention of heads under full attention.
 
     Attributes:
-        shown_figures: columns of its table: how a record's figures are shown, by heading.
-        explanation: sentence about those figures, above the table.
+        shown_figures: columns of the table: functions that format a record's figure, by heading.
+        explanation: sentence about the figures, above the table.
     """
 
     options: ClassVar[type[Options]] = AttentionOptions
@@ -52,19 +52,19 @@ class AttentionTask(Task):
 
     @staticmethod
     def data(options: Any, tokenizer: Any, directory: Path | None) -> Any:
-        """Pieces of books or of generated prose."""
+        """Return samples of books or of generated prose."""
         from kvbench.harness.tasks.common.samples import samples
 
         return samples(options, tokenizer, directory)
 
     @classmethod
     def workload(cls, options: Any) -> Workload:
-        """Samples, one after the other."""
+        """Return samples that are read one after the other."""
         return Workload(sequences=options.samples, length=options.tokens)
 
     @staticmethod
     def run(options: Any, job: Job) -> AttentionMetrics:
-        """Look at every sample; the trace gets what was noted of each."""
+        """Record the attention of every sample, and write the notes to the trace."""
         from kvbench.harness.tasks.attention.watch_samples import measure
 
         return measure(options, job)
@@ -77,7 +77,7 @@ class AttentionTask(Task):
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """A row per policy, heads as heatmaps, curves over layers, and details of full attention."""
+        """Return a row per policy, heatmaps of heads, curves over layers, and details of full attention."""
         measured = [r for r in records if r.measured(AttentionMetrics)]
         epsilon = records[0].cell.task_options(AttentionOptions).epsilon
         about = (
@@ -93,12 +93,12 @@ class AttentionTask(Task):
 
     @classmethod
     def details(cls, record: Record) -> list[str | Chart]:
-        """Lines and charts about full attention, below the others."""
+        """Return lines and charts about full attention, shown below the other charts."""
         return []
 
     @classmethod
     def layers_chart(cls, records: Sequence[Record]) -> Chart:
-        """Curves over layers."""
+        """Return the chart of curves over layers."""
         return layers_chart(records, [])
 
     @classmethod
@@ -109,7 +109,7 @@ class AttentionTask(Task):
 
 
 def _heads_chart(record: Record) -> Chart:
-    """Layer by head: the attention that each head gives to the first token. The scale starts at 0 and ends at 1."""
+    """Return a heatmap, layer by head, of the attention that each head gives to the first token, on a scale from 0 to 1."""
     metrics = record.measured(AttentionMetrics)
     assert metrics is not None
     values = [
@@ -145,9 +145,11 @@ LINE: Panel = {"type": "line", "point": True, "strokeWidth": 2}
 
 
 def layers_chart(records: Sequence[Record], more: Sequence[Panel], alt: str = "") -> Chart:
-    """Curves over layers: attention to the first token, its deviation under full attention, and entropy; then more panels.
+    """Return curves over layers: attention to the first token, its deviation under full attention, and entropy.
 
-    `alt` is added to the alternative text.
+    Args:
+        more: further panels.
+        alt: text that is added to the alternative text.
     """
     values, band = [], []
     for name, record in zip(short_titles(records), records, strict=True):
@@ -196,7 +198,7 @@ def layers_chart(records: Sequence[Record], more: Sequence[Panel], alt: str = ""
 
 
 def policy_colour(records: Sequence[Record]) -> Panel:
-    """The encoding that gives each policy a colour."""
+    """Return the encoding that gives each policy a colour."""
     names = list(dict.fromkeys(short_titles(records)))
     return {
         "field": "policy",

@@ -61,5 +61,5 @@ class AttentionMetrics(Metrics):
     layers: Annotated[list[LayerAttention], EXACT] = Field(description="of the model, in order")
 
     def headline(self) -> str:
-        """The sink metric."""
+        """Return the sink metric as a phrase."""
         return f"first token a sink of {100 * self.sink_heads:.0f} % of heads"

@@ -1,4 +1,4 @@
-"""Figures of the attention task, from what was noted of each sample. Imports no torch.
+"""Figures of the attention task, computed from notes of each sample. Imports no torch.
 
 Axis letters: N samples, L layers, Q query heads.
 """
@@ -17,9 +17,12 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def figures(noted: Arrays, epsilon: float) -> dict[str, Any]:
-    """Return the figures of a record.
+    """Compute the figures of a record.
 
-    `noted` has `first`, `late`, `entropy`, `largest_logit` and perhaps `rest`, [N, L, Q], and `tokens`, the length of a sample.
+    Args:
+        noted: `first`, `late`, `entropy`, `largest_logit` and optionally `rest`, [N, L, Q] each; and `tokens`, the length of a
+            sample.
+        epsilon: smallest share of attention that makes the first token a head's sink.
     """
     first = noted["first"]
     shares = (first > epsilon).mean((1, 2))
@@ -50,7 +53,7 @@ def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
 
 
 def ends(values: NDArray[Any]) -> list[float] | None:
-    """95 % interval of a mean over samples; None with too few of them. values: [N]."""
+    """Return the 95 % interval of a mean over samples; None with too few samples. values: [N]."""
     if len(values) < MIN_BLOCKS:
         return None
     interval = clustered(values.astype(np.float64), np.ones(len(values)))

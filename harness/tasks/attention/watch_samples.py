@@ -1,4 +1,4 @@
-"""Watches a model read samples of a text, and takes notes: sums over queries, never the whole attention matrix of a sample.
+"""Recording of a model's attention while it reads samples: sums over queries, never the whole attention matrix of a sample.
 
 Axis letters: N samples, of which B are read side by side, L layers, Q query heads, T tokens, t queries of a chunk, M tokens of a
 map.
@@ -24,25 +24,30 @@ from kvbench.policies.dense import Dense
 
 
 class Notes:
-    """Notes of samples that are read side by side: a watcher of the model."""
+    """Watcher of a model that takes notes of samples read side by side."""
 
     def __init__(self, tokens: int, map_tokens: int) -> None:
-        """tokens: T; map_tokens: M, at most T."""
+        """Start empty notes.
+
+        Args:
+            tokens: T.
+            map_tokens: M; limited to T.
+        """
         self._tokens, self._map = tokens, min(map_tokens, tokens)
-        self._received: list[Tensor] = []  # a layer's sums over queries. [B, Q, T] float64
+        self._received: list[Tensor] = []  # sums over queries, per layer. [B, Q, T] float64
         self._causal: list[bool] = []
         self._late: list[Tensor] = []  # [B, Q]
         self._entropy: list[Tensor] = []  # [B, Q]
         self._largest: list[Tensor] = []  # [B, Q]
         self._rest: list[Tensor] = []  # [B, Q]
-        self._sunk = False  # some layer gives weight to no token
+        self._sunk = False  # whether some layer has attention that goes to no token
         self._maps: list[Tensor] = []  # [Q, M, M]
 
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Ignore keys and values."""
 
     def see_chunk(self, chunk: Chunk) -> None:
-        """Add up what the queries of a chunk show."""
+        """Add the weights, entropies and logits of a chunk's queries to the sums."""
         weights, logits, layer, keys = chunk.weights, chunk.logits, chunk.layer, chunk.weights.shape[-1]
         if layer == len(self._received):
             shape, device = weights.shape[:2], weights.device
@@ -71,13 +76,16 @@ class Notes:
         """Ignore hidden states."""
 
     def mean_received(self) -> Tensor:
-        """Attention that a token gets, mean over the queries from it on; over all queries if they look ahead. [L, B, Q, T]."""
+        """Return the attention that each token receives. [L, B, Q, T].
+
+        The mean is over the queries from the token on, or over all queries if attention is not causal.
+        """
         received = torch.stack(self._received)
         queries = torch.full((self._tokens,), self._tokens, device=received.device)
         return received / (queries - torch.arange(self._tokens, device=received.device) if self._causal[0] else queries)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Notes by sample, as `figures` takes them. [B, L, Q] each."""
+        """Return the notes by sample, in the form that `figures` takes. [B, L, Q] each."""
         arrays = {
             "first": self.mean_received()[..., 0].float(),
             "late": torch.stack(self._late),
@@ -89,18 +97,18 @@ class Notes:
         return by_sample(arrays)
 
     def logit_maps(self) -> NDArray[np.float32]:
-        """Mean logits among the first tokens; NaN where a key is hidden. [L, Q, M, M]."""
+        """Return the mean logits among the first tokens; NaN where a key is masked. [L, Q, M, M]."""
         maps = torch.stack(self._maps).float()
         return maps.masked_fill(torch.isneginf(maps), torch.nan).cpu().numpy()
 
 
 def by_sample(arrays: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """Arrays by layer as float32 arrays by sample. [L, B, ...] -> [B, L, ...]."""
+    """Convert tensors by layer to float32 arrays by sample. [L, B, ...] -> [B, L, ...]."""
     return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
 
 
 class Album:
-    """The notes of all samples."""
+    """Notes of all samples."""
 
     def __init__(self, tokens: int) -> None:
         """tokens: T."""
@@ -108,10 +116,10 @@ class Album:
         self._arrays: dict[str, list[NDArray[Any]]] = {}
         self._count = 0
         self._received: NDArray[np.float64] | float = 0.0  # summed over samples. [L, Q, T]
-        self._maps: NDArray[np.float32] | float = 0.0  # likewise. [L, Q, M, M]
+        self._maps: NDArray[np.float32] | float = 0.0  # summed over samples. [L, Q, M, M]
 
     def add(self, notes: Notes, **more: NDArray[Any]) -> None:
-        """Add the notes of samples, and further arrays of theirs, [B, ...] each."""
+        """Add the notes of samples, and further arrays of the same samples, [B, ...] each."""
         arrays = notes.arrays() | more
         for name, x in arrays.items():
             self._arrays.setdefault(name, []).append(x)
@@ -121,7 +129,7 @@ class Album:
         self._maps = self._maps + count * notes.logit_maps()
 
     def mean(self, name: str) -> float:
-        """Mean of a note so far."""
+        """Return the mean of a note over the samples so far."""
         return float(np.concatenate(self._arrays[name]).mean())
 
     def noted(self) -> dict[str, NDArray[Any]]:
@@ -129,7 +137,7 @@ class Album:
         return {name: np.concatenate(x) for name, x in self._arrays.items()} | {"tokens": np.array(self._tokens)}
 
     def save(self, file: Path) -> None:
-        """Write the trace: all notes, the attention that each token gets, and maps of logits, the last two means over samples."""
+        """Write the trace: all notes, and means over samples of the attention that each token receives and of logit maps."""
         means = {"received": np.float32(self._received / self._count), "logits": np.float32(self._maps / self._count)}
         with file.open("wb") as trace:
             np.savez_compressed(trace, **self.noted(), **means)  # type: ignore[arg-type]
@@ -144,18 +152,22 @@ def batches(job: Job, samples: int) -> Iterator[tuple[int, int, dict[str, Tensor
 
 
 def onto(model: Model, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs on the model's device; pixels in its dtype, too."""
+    """Return the inputs on the model's device. Floating-point inputs (pixels) are converted to the model's dtype."""
     return {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in inputs.items()}
 
 
 def refuse_clamped(job: Job) -> None:
-    """Refuse full attention with clamped positions."""
+    """Refuse full attention with clamped positions.
+
+    Raises:
+        MeasurementError: positions are clamped.
+    """
     if job.config.positions == "clamped":
         raise MeasurementError("full attention is the model's own, which doesn't clamp positions: leave `positions` out")
 
 
 def measure(options: AttentionOptions, job: Job) -> AttentionMetrics:
-    """Look at every sample under full attention; the trace gets what was noted of each.
+    """Record the full attention of every sample, and write the notes to the trace.
 
     Raises:
         MeasurementError: the model's attention can't be shown, or the policy is not `dense`.

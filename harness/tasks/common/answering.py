@@ -1,4 +1,4 @@
-"""Reads a stream with questions, and answers them in the same decode loop."""
+"""Reading of a stream with questions, which are answered in the same decode loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.tasks.common.answers import Context
 from kvbench.harness.tasks.task import Job, MeasurementError
 
-_EXTRA_ANSWER_TOKENS = 4  # beyond the longest right answer
+_EXTRA_ANSWER_TOKENS = 4  # tokens of an answer beyond the longest right answer
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,13 @@ class Answer:
 def answer_questions(
     job: Job, context: Context, parse: Callable[[str], str], is_right: Callable[[str, str], bool] = eq
 ) -> AnswerMetrics:
-    """Read each stream of the job's `QuizData` with a fresh cache, and answer its questions greedily.
+    """Read each stream of the job's `QuizData` with an empty cache, and answer its questions greedily.
 
-    The trace gets one line of JSON per question. `parse` extracts the answer from a completion; `is_right` compares it with the
-    right one.
+    The trace gets one line of JSON per question.
+
+    Args:
+        parse: extracts the answer from a completion.
+        is_right: compares an answer with the right answer.
     """
     data: QuizData = job.data
     answers: list[dict[str, Any]] = []
@@ -64,15 +67,15 @@ def answer_questions(
 
 
 class _StreamReader:
-    """Reads one stream with a fresh cache."""
+    """Reader of one stream, which starts with an empty cache."""
 
     def __init__(self, job: Job, quiz: Quiz, context: Context) -> None:
         self.read = job.decoder()
         self._job, self._context = job, context
         self._tokenizer = job.data.tokenizer
         self._ids = torch.from_numpy(quiz.ids)
-        self._index = 0  # of the script's next token
-        self._position = 0  # of the stream's next token; differs from the index unless the context is "gold"
+        self._index = 0  # index of the script's next token
+        self._position = 0  # position of the stream's next token; differs from the index unless the context is "gold"
         self._shifts = [(0, 0)]  # (script index, position - index from there on)
         longest = max((q.answer_end - q.prompt_end for q in quiz.questions), default=0)
         self._stop, self._most = job.data.stop, job.data.most or longest + _EXTRA_ANSWER_TOKENS
@@ -81,7 +84,7 @@ class _StreamReader:
             self._index = self._position = quiz.prompt
 
     def answer(self, question: QuizQuestion) -> tuple[str, float | None, int | None]:
-        """Read on to a question and answer it. Returns the completion, and `held` and `reach` of an `Answer`."""
+        """Read up to a question and answer it. Return the completion, and `held` and `reach` of an `Answer`."""
         leaves_nothing = self._context == "none"
         self._shifts.append((self._index, self._position - self._index))
         start = question.start if leaves_nothing else question.prompt_end
@@ -108,7 +111,7 @@ class _StreamReader:
         return index + next(shift for start, shift in reversed(self._shifts) if start <= index)
 
     def _generate(self, read: Decoder, logits: Tensor) -> list[int]:
-        """Greedy tokens until the stop text or the limit is reached. The decoder does not read the last one."""
+        """Decode greedily until the stop text or the limit is reached. The decoder does not read the last token."""
         tokens = [int(logits[0, -1].argmax())]
         while not self._ends(tokens) and len(tokens) < self._most:
             logits = read(torch.tensor([tokens[-1:]], device=self._job.model.device))
@@ -123,7 +126,11 @@ class _StreamReader:
         return text
 
     def _read_tokens(self, read: Decoder, tokens: Tensor) -> Tensor:
-        """Read tokens in blocks. Returns the logits after the last one, [1, 1, V]."""
+        """Read tokens in blocks. Return the logits after the last token, [1, 1, V].
+
+        Raises:
+            MeasurementError: the logits are not finite.
+        """
         for block in tokens.split(self._job.block):
             last = torch.tensor([len(block) - 1], device=self._job.model.device)
             logits = read(block[None].to(self._job.model.device), keep=last)

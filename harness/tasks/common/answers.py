@@ -1,4 +1,4 @@
-"""How records of tasks with questions in a stream are read, checked and compared."""
+"""Base class and figures of tasks with questions in a stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AnsweringTask(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
-        """Recompute all figures from the trace; each answer is compared with the right one again."""
+        """Recompute all figures from the trace. Each answer is compared with the right answer again."""
         options, answers = record.cell.task, json_lines(trace)
         needed = {"said", "gold"}
         return answer_figures(
@@ -56,7 +56,7 @@ class AnsweringTask(Task):
 
 
 def percent_or_status(record: Record | None) -> str:
-    """Percent right with its interval; the status if the cell failed."""
+    """Return the percentage of right answers with its interval; the status if the cell failed."""
     if record is None:
         return ""
     accuracy = answers([record])
@@ -64,7 +64,7 @@ def percent_or_status(record: Record | None) -> str:
 
 
 def about_intervals(records: Sequence[Record]) -> str:
-    """Describe the intervals in a table, or say why it has none."""
+    """Describe the intervals in a table, or the reason that the table has none."""
     streams = {count(of_questions) for r in records if (of_questions := streams_of(r)) is not None}
     if not streams:
         return "95 % Wilson intervals"

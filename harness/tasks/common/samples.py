@@ -1,4 +1,4 @@
-"""Samples: consecutive pieces of running text of one length, each read with an empty cache. Imports torch only to read them."""
+"""Samples: consecutive pieces of running text of equal length, each read with an empty cache. Imports torch only for tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-MOST_CHECKED = 2048  # tokens of a sample, in the check of a model's attention
-_FIRST_BUCKET_TOKENS = 32  # each later bucket ends at twice the position of the one before
+MOST_CHECKED = 2048  # largest number of tokens of a sample in the check of a model's attention
+_FIRST_BUCKET_TOKENS = 32  # each later bucket ends at twice the position of the bucket before
 
 
 class SampleOptions(Options):
@@ -46,7 +46,7 @@ class SampleOptions(Options):
 
 
 def buckets(tokens: int) -> list[tuple[int, int]]:
-    """Buckets of a sample's positions as (start, stop); each stops at twice the stop of the one before."""
+    """Return buckets of a sample's positions as (start, stop). Each bucket stops at twice the stop of the bucket before."""
     edges = [0]
     while edges[-1] < tokens:
         edges.append(min(tokens, max(_FIRST_BUCKET_TOKENS, 2 * edges[-1])))
@@ -73,19 +73,19 @@ class Samples:
         return self.stream.tokens
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the data, for the record."""
+        """Return the facts about the data for the record."""
         return self.stream.facts()
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Model inputs: `input_ids` of the samples from `start` to `stop` - 1. [B, T] int64."""
+        """Return the model inputs, `input_ids` of the samples from `start` to `stop` - 1. [B, T] int64."""
         return {"input_ids": self.batch(start, stop)}
 
     def checked(self) -> dict[str, Tensor]:
-        """The sample that the model's attention is checked with, cut to `MOST_CHECKED` tokens."""
+        """Return the sample with which the model's attention is checked, cut to `MOST_CHECKED` tokens."""
         return {"input_ids": self.batch(0, 1)[:, :MOST_CHECKED]}
 
     def batch(self, start: int, stop: int) -> Tensor:
-        """Token ids of the samples from `start` to `stop` - 1. [B, T] int64."""
+        """Return the token ids of the samples from `start` to `stop` - 1. [B, T] int64."""
         import torch
 
         prefix, new = self.stream.prefix, self.length - self.stream.prefix - len(self.end)
@@ -94,12 +94,12 @@ class Samples:
         return torch.cat([first, ids, torch.tensor([self.end] * len(ids), dtype=torch.int64).view(len(ids), -1)], 1)
 
     def text(self, sample: int, position: int) -> str:
-        """A token as text."""
+        """Return a token as text."""
         return str(self.tokenizer.decode([int(self.batch(sample, sample + 1)[0, position])]))
 
 
 def samples(options: SampleOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
-    """The first samples of the text.
+    """Return the first samples of the text.
 
     Raises:
         UserError: the text is missing or too short, or a sample has no room for a token of text.
@@ -114,7 +114,7 @@ def samples(options: SampleOptions, tokenizer: Tokenizer, directory: Path | None
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The tokens before and after every sample: those of an encoder ([CLS] and [SEP]), or what opens a text."""
+    """Return the tokens before and after every sample: an encoder's [CLS] and [SEP], or the tokens that open a text."""
     special = list(tokenizer("", add_special_tokens=True)["input_ids"])
     if len(special) == 2 and special == [tokenizer.cls_token_id, tokenizer.sep_token_id]:
         return special[:1], special[1:]

@@ -1,9 +1,9 @@
 """Latency of a decode step in the real loop: with a full cache, and over the stream while the cache fills.
 
-Source: the figure of Xiao et al. 2023, arXiv:2309.17453, Figure 10 (per-token decoding latency by cache size).
-Differs: cells are measured side by side, interleaved round by round, until each is known to a stated precision. The text is
-random, then the model's own greedy continuation, because latency does not depend on it. On a GPU the prompt is read, but the
-stream between it and a timed point is not: random K and V stand for it in the cache. On a CPU it is read.
+Source: Xiao et al. 2023, arXiv:2309.17453, Figure 10 (per-token decoding latency by cache size).
+Differs: cells are measured side by side, interleaved round by round, until the latency of each has a stated precision. The text
+is random, then the model's own greedy continuation, because latency does not depend on the text. On a CPU the whole stream is
+read. On a GPU only the prompt is read, and random K and V replace the tokens between the prompt and a timed point.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvbench.harness.report.task_charts import over_capacity
 from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
-_LARGEST_CACHE = 2**28  # bytes of a processor's cache, from which weights and K/V may come faster than from memory
-# Of the roofline's time: rates vary by some percent from one measurement to the next, and a cache is up to five times as fast as
-# memory.
+_LARGEST_CACHE = 2**28  # bytes of a processor's cache, which can deliver weights and K/V faster than memory
+# Smallest plausible shares of the roofline's time: rates vary by some percent between measurements, and a processor's cache is up
+# to five times as fast as memory.
 _LEAST_FROM_CACHE, _LEAST = 0.2, 0.8
-FIRST_POINT = 256  # tokens into the stream; each further point lies twice as far
-PROMPTS = 7  # prompts read to time the first token; the first one warms up
+FIRST_POINT = 256  # tokens before the first point; each further point comes after twice as many
+PROMPTS = 7  # prompts read to time the first token; the first prompt warms up
 WARM_UP_STEPS = 3
-MAX_ROUND_MS = 100.0  # of one cell's part in a round, which is at least one step
+MAX_ROUND_MS = 100.0  # largest duration of a cell's steps in a round, which are at least one
 BOOKKEEPING_STEPS = 16
 _STEP_COUNT = Unchecked("depends on how many steps fit into a round")
 _IF_BOUNDED = Checked(scope="bounded")
@@ -70,7 +70,7 @@ class LatencyOptions(Options):
 
 
 class LatencyPoint(Part):
-    """The time of a step at one point of the stream."""
+    """Time of a step at one point of the stream."""
 
     position: Annotated[Positive, EXACT] = Field(description="tokens read before")
     step_ms: Annotated[Duration, TIME] = Field(description="median of the rounds' medians")
@@ -88,7 +88,7 @@ class DeviceRates(Part):
 
 
 class Roofline(Part):
-    """The shortest time a step can take."""
+    """Shortest possible time of a step."""
 
     bytes: Annotated[Amount, _IF_BOUNDED] = Field(description="bytes that must move")
     operations: Annotated[Amount, _IF_BOUNDED] = Field(description="operations that must be done")
@@ -114,23 +114,23 @@ class LatencyMetrics(StepMetrics):
     device: DeviceRates = Field(description="rates measured on the device")
 
     def headline(self) -> str:
-        """Milliseconds per token."""
+        """Return the milliseconds per token."""
         return f"{digits(self.step_ms, 3)} ms/token ± {self.error:.0%}"
 
     def check(self, options: LatencyOptions) -> None:
-        """Check that there is a time for each round of each sitting."""
+        """Check that the record has a time for each round of each sitting."""
         if len(self.rounds_ms) != self.sittings * options.rounds:
             raise BadRecordError(("metrics", "rounds_ms"), "must have one time per round of each sitting")
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
-        """Yield the figures that follow from the roofline; none for older records, which lack it."""
+        """Yield the figures that follow from the roofline; none for older records without a roofline."""
         if self.roofline is not None:
             bound, rates = self.roofline, self.device
             yield "roofline.ms", 1e3 * max(bound.bytes / rates.bandwidth, bound.operations / rates.multiply_rate)
             yield "over_roofline", self.step_ms / bound.ms
 
     def impossible(self) -> Iterator[str]:
-        """Flags a step that is faster than its bytes and operations allow at the device's measured rates."""
+        """Yield a sentence if a step is faster than its bytes and operations allow at the device's measured rates."""
         if self.roofline is None:
             return
         moved, done, rates = self.roofline.bytes, self.roofline.operations, self.device
@@ -150,7 +150,7 @@ class _Rounds(Workload):
     options: LatencyOptions
 
     def seconds(self, token: float, step: float) -> float:
-        """Prompts, a stream in each sitting, and rounds of steps at each point of the stream and in each sitting."""
+        """Estimate the seconds of prompts, a stream in each sitting, and rounds at each point and in each sitting."""
         options = self.options
         points = options.sittings + max(0, (options.tokens // FIRST_POINT).bit_length())
         steps = max(1, min(options.steps, int(MAX_ROUND_MS / max(1e3 * step, 1e-6)))) * options.rounds + WARM_UP_STEPS
@@ -168,12 +168,12 @@ class Latency(Task):
 
     @staticmethod
     def data(options: LatencyOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:
-        """Random tokens."""
+        """Return random tokens."""
         return RandomTokens(options.tokens)
 
     @classmethod
     def workload(cls, options: LatencyOptions) -> Workload:
-        """Streams side by side, and rounds of steps in each sitting and at about five points of the stream."""
+        """Return streams side by side, and rounds of steps in each sitting and at about five points of the stream."""
         return _Rounds(
             sequences=options.batch,
             length=options.tokens,
@@ -185,7 +185,7 @@ class Latency(Task):
 
     @classmethod
     def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:
-        """Measure all cells interleaved, in groups whose caches fit into memory. Yields a group's results when it is finished."""
+        """Measure all cells interleaved, in groups whose caches fit into memory. Yield a group's results when it is finished."""
         from kvbench.harness.tasks.latency.time_cells import measure
 
         return measure(options, jobs)
@@ -268,7 +268,7 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
 
 
 def _curve(records: Sequence[Record]) -> list[str]:
-    """Milliseconds per token over the stream."""
+    """Return a table of milliseconds per token over the stream."""
     curves = [(r, m.curve) for r in records if (m := r.measured(LatencyMetrics))]
     points = sorted({point.position for _, curve in curves for point in curve})
     rows = []
@@ -285,7 +285,7 @@ def _curve(records: Sequence[Record]) -> list[str]:
 
 
 def _rates(records: Sequence[Record]) -> list[str]:
-    """Rates measured on the device."""
+    """Return a line with the rates measured on the device."""
     rates = [m.device for r in records if (m := r.measured(LatencyMetrics))]
     texts = dict.fromkeys(f"{x.bandwidth / 1e9:,.1f} GB/s, {x.multiply_rate / 1e12:,.2f} TFLOP/s" for x in rates)
     return [f"Device rates, measured at the start: {md('; '.join(texts))}.\n"] if texts else []

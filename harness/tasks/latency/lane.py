@@ -1,4 +1,4 @@
-"""Cell of the latency task: reads the stream, times its steps, and computes the figures."""
+"""Cell of the latency task: read the stream, time its steps, and compute the figures."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.tasks.latency import BOOKKEEPING_STEPS, MAX_ROUND_MS, WARM_UP_STEPS, LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
 
-_MOST_WARM_UP_STEPS = 48  # where steps are captured: until a cycle of evictions is, or three cycles if those are more
+_MOST_WARM_UP_STEPS = 48  # steps for capturing a cycle of evictions, unless three cycles have more
 
 
 class Lane:
-    """Cell that is measured interleaved with others."""
+    """A cell that is measured interleaved with other cells."""
 
     def __init__(self, options: LatencyOptions, job: Job) -> None:
         self.options, self.job = options, job
-        self.result = Metrics()  # its figures; empty before `finish`
-        self.error: Exception | None = None  # why it could not be measured; the other cells go on
-        self.round_ms: list[list[float]] = []  # of each step, by round since the last `advance`
+        self.result = Metrics()  # figures of the cell; empty before `finish`
+        self.error: Exception | None = None  # reason that the cell could not be measured; the other cells go on
+        self.round_ms: list[list[float]] = []  # milliseconds of each step, by round since the last `advance`
         self.sitting_ms: list[list[list[float]]] = []  # `round_ms` at the end of the stream, by sitting
         self.position = 0  # tokens read
         self.read: Decoder | None = None
@@ -44,7 +44,7 @@ class Lane:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that its K and V will take, from the shapes of the model's layers."""
+        """Bytes of the cell's K and V, computed from the shapes of the model's layers."""
         config = self.job.config
         if not holds_kv(config.policy):
             return 0
@@ -52,21 +52,21 @@ class Lane:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Keep an exception as this cell's error, and free its cache."""
+        """Store an exception as the cell's error, and free the cell's cache."""
         try:
             yield
         except Exception as error:
             self.error, self.read = error, None
 
     def _new_decoder(self) -> Decoder:
-        """A decoder with an empty cache that captures its second step, so that warming up includes the capture."""
+        """Return a decoder with an empty cache that captures its second step, so that warming up includes the capture."""
         read = self.job.decoder(self.options.batch)
         if isinstance(read, CachedDecoder) and read.graphs is not None:
             read.graphs = read.graphs.fresh(after=1)
         return read
 
     def read_prompt(self) -> None:
-        """Read a prompt with a fresh cache, and time the first token of the answer."""
+        """Read a prompt with an empty cache, and time the first token of the answer."""
         self.read = self._new_decoder()
         tokens = self._random(self.options.prompt)
         marks = Marks(self.job.model.device)
@@ -77,7 +77,7 @@ class Lane:
         self.position = self.options.prompt
 
     def advance(self, position: int) -> None:
-        """Go on to a position in the stream, and warm up there. Tokens up to it are read, or random K and V take their place."""
+        """Advance to a position in the stream, and warm up there. Tokens before it are read or replaced by random K and V."""
         missing = position - self.position
         if missing > 0:
             if can_be_filled(self.read):
@@ -93,7 +93,7 @@ class Lane:
         self.round_ms = []
 
     def _approach_reset(self, read: ResetDecoder) -> None:
-        """Read on until the next reset falls into the middle of the timed steps, which may be fewer than those between two."""
+        """Read tokens until the next reset falls into the middle of the timed steps, if they are fewer than a reset's period."""
         timed = self._steps_per_round * self.options.rounds
         if read.steps_to_reset >= timed:
             missing = read.steps_to_reset - timed // 2
@@ -101,7 +101,7 @@ class Lane:
             self.position += missing
 
     def _fill(self, position: int) -> None:
-        """Replace the cache by one of random K and V, as if the stream had been read up to a position."""
+        """Replace the cache by a cache of random K and V, as if the stream had been read up to a position."""
         self.read = None  # frees the old cache and its graphs first
         read = self._new_decoder()
         assert isinstance(read, CachedDecoder)
@@ -109,13 +109,13 @@ class Lane:
         self.read, self.tokens = read, self._random(1)
 
     def _warm_up(self) -> float:
-        """Decode a few steps, on a GPU until all are captured or can't be. Returns the milliseconds of the last."""
+        """Decode a few steps, on a GPU until all are captured or capture fails. Return the milliseconds of the last step."""
         assert self.read
         graphs = self.read.graphs if isinstance(self.read, CachedDecoder) else None
         cycle = self.job.config.every  # steps after which evictions repeat
         most = WARM_UP_STEPS if graphs is None else max(_MOST_WARM_UP_STEPS, 3 * cycle)
         self.read.reserve(most + self.options.rounds * self.options.steps + BOOKKEEPING_STEPS)
-        marks, in_a_row = Marks(self.job.model.device), 0  # steps replayed since the last that was not
+        marks, in_a_row = Marks(self.job.model.device), 0  # consecutive replayed steps
         marks.mark()
         for step in range(most):
             replayed = graphs.replayed if graphs is not None else 0
@@ -164,7 +164,7 @@ class Lane:
         )
 
     def finish(self, device: dict[str, float], together: str, forward_ms: list[float]) -> None:
-        """Compute the figures, and write each timed step to the trace."""
+        """Compute the figures, and write the time of each step to the trace."""
         if self.error is None:
             with self.guard():
                 self._finish(device, together, forward_ms)
@@ -210,7 +210,7 @@ class Lane:
             np.save(file, steps.astype("<f4"))
 
     def _bookkeeping(self) -> float:
-        """Share of a step spent on statistics, scoring and eviction, timed in separate eager steps."""
+        """Return the share of a step spent on statistics, scoring and eviction, timed in separate eager steps."""
         if not isinstance(self.read, CachedDecoder):
             return 0.0
         self.read.graphs = None  # a captured step can't be timed in parts
@@ -240,16 +240,21 @@ class Lane:
 
 
 def can_be_filled(read: Decoder | None) -> bool:
-    """Whether random K and V may take the place of tokens of the stream: on a GPU, where reading them would take minutes."""
+    """Whether random K and V may replace tokens of the stream: on a GPU, where reading the tokens would take minutes."""
     return isinstance(read, CachedDecoder) and read.model.device.type == "cuda"
 
 
 def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) -> dict[str, float]:
-    """The shortest time a step can take: bytes to move over the bandwidth, or operations over the rate.
+    """Return the shortest possible time of a step: bytes to move over the bandwidth, or operations over the rate.
 
-    A step reads the model's weights once, but the input embedding only if that is the output head too; and its K/V in use and its
-    state once. Recomputing a window multiplies once per token of the window, but the output head's weights once per step.
-    `device` has rates per second; the result has bytes, operations and ms.
+    A step reads the model's weights, the K/V in use and the state once. The input embedding counts only if it is also the output
+    head. Recomputing a window multiplies once per token of the window, and by the output head's weights once per step.
+
+    Args:
+        device: rates of the device per second, `bandwidth` and `multiply_rate`.
+
+    Returns:
+        `bytes`, `operations` and `ms`.
     """
     hf = model.hf
     inputs: Any = hf.get_input_embeddings()

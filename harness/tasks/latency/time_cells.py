@@ -1,4 +1,4 @@
-"""Cells measured side by side, interleaved round by round, until each is known to a stated precision."""
+"""Timing of cells side by side, interleaved round by round, until the step time of each has a stated precision."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvbench.harness.tasks.latency.lane import Lane
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.recompute_window import RecomputeWindow
 
-_MAX_SHARE_OF_FREE_MEMORY = 0.7  # for the caches of cells measured side by side
+_MAX_SHARE_OF_FREE_MEMORY = 0.7  # share for the caches of cells measured side by side
 
 
 def measure(options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:
     """Measure all cells interleaved, in groups whose caches fit into memory.
 
     Yields:
-        The index of a job, and its figures or its error: first those that don't fit, then each group when it is finished.
+        The index of a job, and its figures or its error: first the cells that don't fit, then each group when it is finished.
     """
     model = jobs[0].model
     rates = _rates(model)
@@ -36,7 +36,7 @@ def measure(options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int,
     for number, group in enumerate(groups):
         together = f"{time.time_ns():x}-{number}"
         forward_ms = _measure(options, group)
-        rates = {name: max(rate, rates[name]) for name, rate in _rates(model).items()}  # one moment may have been a busy one
+        rates = {name: max(rate, rates[name]) for name, rate in _rates(model).items()}  # the device may have been busy in one
         for lane in group:
             lane.finish(rates, together, forward_ms)
         for lane in group:
@@ -49,7 +49,7 @@ def _rates(model: Model) -> dict[str, float]:
 
 
 def _groups_that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:
-    """Lanes to measure side by side: all, or groups that fit into memory, by capacity."""
+    """Return the lanes to measure side by side: all, or groups that fit into memory, by capacity."""
     free = _MAX_SHARE_OF_FREE_MEMORY * free_bytes(lanes[0].job.model.device)
     groups: list[list[Lane]] = [[]]
     used = 0
@@ -66,9 +66,10 @@ def _groups_that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:
 
 
 def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
-    """Repeat sittings until all lanes are settled; each starts with fresh caches. The order of lanes is random in each round.
+    """Repeat sittings until all lanes are settled. Each sitting starts with empty caches; each round orders lanes randomly.
 
-    Returns the milliseconds of the model's own forward pass in each round at the end of the stream.
+    Returns:
+        Milliseconds of the model's own forward pass in each round at the end of the stream.
     """
     draw, forward = random.Random(0), _own_forward(lanes[0].job.model, options.batch)
     forward_ms: list[float] = []
@@ -98,7 +99,7 @@ def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
 
 
 def _own_forward(model: Model, streams: int) -> Reference:
-    """The reference for dense: the model reads a token of each stream. No code of a cache or policy runs."""
+    """Return the reference for dense: the model reads a token of each stream, without code of a cache or policy."""
     alone = CacheConfig(RecomputeWindow(), capacity=1)
     tokens = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)
     return Reference(model.device, lambda: RecomputeDecoder(model, alone, streams)(tokens))
@@ -112,7 +113,7 @@ def _time_rounds(
     draw: random.Random,
     stop_when_full: bool = False,
 ) -> None:
-    """Read on to a point of the stream, or only until caches are full, and time all rounds there."""
+    """Read up to a point of the stream, or only until caches are full, and time all rounds there."""
     forward.rounds = []
     for lane in _running(lanes):
         position = min(point, (lane.job.config.capacity or point) + 1) if stop_when_full else point
@@ -131,5 +132,5 @@ def _time_rounds(
 
 
 def _running(lanes: Sequence[Lane]) -> Iterator[Lane]:
-    """Lanes without an error so far."""
+    """Return the lanes without an error so far."""
     return (lane for lane in lanes if lane.error is None)

@@ -1,6 +1,6 @@
 """A task of lm-eval under a policy: lm-eval's questions, prompts and scores, with our decode loop.
 
-Source: the zero-shot tasks of Xiao et al. 2023, arXiv:2309.17453, Table 9, and LongBench in its Table 8, as lm-eval has them.
+Source: the zero-shot tasks of Xiao et al. 2023, arXiv:2309.17453, Table 9, and LongBench in its Table 8, in lm-eval's versions.
 Differs: lm-eval's prompts and scores differ from those in the paper (docs/tasks/lm_eval.md).
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _QUESTIONS, _PROMPT_TOKENS, _ANSWER_TOKENS = 1000, 400, 8  # guesses, for estimates
 _RECALL = frozenset(f"kvbench_{kind}" for kind in (*KINDS, "anywhere"))
-_FACTS = "kvbench_facts_"  # begins the names of the tasks that ask pretrained models
+_FACTS = "kvbench_facts_"  # prefix of the names of tasks for pretrained models
 
 
 class LmEval(Task):
@@ -47,14 +47,14 @@ class LmEval(Task):
 
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
-        """The task's questions as requests."""
+        """Return the task's questions as requests."""
         from kvbench.harness.tasks.lm_eval.evaluate_requests import requests
 
         return requests(options, tokenizer(), directory)
 
     @classmethod
     def workload(cls, options: LmEvalOptions) -> Workload:
-        """Guesses, where no option decides. A task that scores whole texts has no prompt, which is only noticed when it runs."""
+        """Estimate sizes that no option sets. A task that scores whole texts has no prompt, which only the run can detect."""
         answers = (options.limit or _QUESTIONS) * (options.samples or 1)
         prompt, answer = options.max_seq_length or options.prompt_tokens or _PROMPT_TOKENS, options.max_gen_toks or _ANSWER_TOKENS
         whole = f"prompt reads the whole prompt and evicts at its end, so this task can't have prompt: {options.prompt}"
@@ -70,14 +70,14 @@ class LmEval(Task):
 
     @staticmethod
     def run(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
-        """Run the task; the trace gets each question's score and log-likelihoods or answer."""
+        """Run the task, and write each question's score and log-likelihoods or answer to the trace."""
         from kvbench.harness.tasks.lm_eval.evaluate_requests import measure
 
         return measure(options, job)
 
     @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
-        """Recompute the figures that follow from scores. Answers of `kvbench_recall` are compared with the right ones again."""
+        """Recompute the figures that follow from scores. Answers of recall and facts tasks are compared with the right ones."""
         samples = json_lines(trace)
         options = record.cell.task_options(LmEvalOptions)
         if options.tasks in _RECALL or options.tasks.startswith(_FACTS):
@@ -87,12 +87,12 @@ class LmEval(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
-        """Most tokens of a request in the cache; None unless prompts are streamed."""
+        """Return the largest number of a request's tokens in the cache; None unless prompts are streamed."""
         return super().cached_tokens(record) if record.cell.task_options(LmEvalOptions).prompt == "stream" else None
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """A row per policy and a column per task: scores, then paired differences to dense."""
+        """Return a row per policy and a column per task: scores, then paired differences to dense."""
         names = sorted({_column(r) for r in records})
         rows: dict[tuple[str, str], dict[str, Record]] = {}
         for record in records:
@@ -132,7 +132,7 @@ _EVICT_PROMPT = " Rows with evict prompt read it in full, evict once, at its end
 
 
 def _lenient(record: Record, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of answers that contain the right one, if the record has that score."""
+    """Return the share of answers that contain the right answer, if the record has this score."""
     metrics = record.measured(LmEvalMetrics)
     if metrics is None or metrics.contained is None:
         return {}
@@ -140,13 +140,13 @@ def _lenient(record: Record, samples: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def _checked(sample: Mapping[str, Any], judge: Callable[[str, str], bool]) -> dict[str, Any]:
-    """A question's line in the trace, its answers compared with the right one."""
+    """Return a question's line in the trace, with its answers compared with the right answer again."""
     scores = [float(judge(completion, sample["target"])) for completion in sample["said"]]
     return {**sample, "score": sum(scores) / len(scores), **({"scores": scores} if "scores" in sample else {})}
 
 
 def _column(record: Record) -> str:
-    """The task, with the options that differ within a section."""
+    """Return the task's name with the options that differ within a section."""
     options = record.cell.task_options(LmEvalOptions)
     extra = [f"{options.num_fewshot}-shot"] if options.num_fewshot else []
     extra += [f"{options.max_seq_length:,} tokens"] if options.max_seq_length else []
@@ -163,7 +163,7 @@ def _score(record: Record | None) -> str:
 
 
 def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | Chart]:
-    """A table of pass@k, where several answers were drawn."""
+    """Return a table of pass@k for the records with several answers per question."""
     passed = {
         (*policy, column): metrics
         for policy, row in rows.items()
@@ -182,7 +182,7 @@ def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | 
 
 
 def _depths(records: Sequence[Record]) -> list[str | Chart]:
-    """Heat maps of right answers by depth, one per task."""
+    """Return heat maps of right answers by depth, one per task."""
     measured = [(r, m.depths) for r in records if (m := r.measured(LmEvalMetrics)) and m.depths]
     by_task: dict[str, dict[str, Depths]] = {}
     for column in sorted({_column(r) for r, _ in measured}):
@@ -197,7 +197,7 @@ def _with_capacity(name: str, record: Record) -> str:
 
 
 def _pass_at(metrics: LmEvalMetrics, k: int) -> str:
-    """Percent with an interval, whose units are questions: the answers to one of them are alike."""
+    """Return the percentage with an interval over questions, because the answers to one question are correlated."""
     if metrics.pass_at is None or metrics.samples is None or str(k) not in metrics.pass_at:
         return ""
     answers = np.full(metrics.questions, metrics.samples, np.float64)
@@ -206,7 +206,7 @@ def _pass_at(metrics: LmEvalMetrics, k: int) -> str:
 
 
 def _difference(base: Record | None, record: Record | None) -> str:
-    """The paired difference; empty if a record is missing or failed."""
+    """Return the paired difference; empty if a record is missing or failed."""
     metrics = None if record is None else record.measured(LmEvalMetrics)
     if base is None or record is None or base.status != "ok" or metrics is None:
         return ""

@@ -1,4 +1,4 @@
-"""Loads a task of lm-eval as requests, and runs it with our decode loop."""
+"""Running of a task of lm-eval: load the task as requests, and evaluate them with our decode loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvbench.harness.tasks.task import Job, MeasurementError
 _FIRST_VERSION = "1.0"
 _BOOK_TASK = "kvbench_facts_book"
 _AFTER_A_TEXT = r"\nQuestion: "
-_PATTERNS = (  # names of tasks, and what the question begins with; the first name that fits counts
+_PATTERNS = (  # pattern of task names, and pattern of the question's beginning; the first matching name applies
     ("kvbench_facts_.*", r"\n\nThe (two )?account numbers? of "),
     ("kvbench_(?!cloze|prose).*|ruler_.*", _AFTER_A_TEXT),
     ("kvbench_cloze.*", r"(?<=[.!?])\s[^.!?]*$"),  # the sentence that breaks off
@@ -45,13 +45,13 @@ class LmEvalData:
     loaded: dict[str, Any]  # the argument of lm-eval's `evaluate`
     tokenizer: PreTrainedTokenizerBase
     source: str  # name and version of the task
-    version: str  # of the task; raised when the same answer gets another score
+    version: str  # version of the task; raised when the same answer gets another score
     questions: int
-    lengths: tuple[int, ...]  # tokens of each request, as often as it is answered
-    ids_sha256: str  # of all requests
+    lengths: tuple[int, ...]  # tokens of each request, repeated for each of its answers
+    ids_sha256: str  # fingerprint of the token ids of all requests
 
     def __reduce__(self) -> NoReturn:
-        """A task of lm-eval holds functions from files that it loads itself, so each process loads its own."""
+        """Refuse pickling: a task of lm-eval holds functions from files that it loads itself, so each process loads its own."""
         raise TypeError("the questions of lm-eval can't be sent to another process")
 
     @property
@@ -60,7 +60,7 @@ class LmEvalData:
         return sum(self.lengths)
 
     def facts(self) -> dict[str, Any]:
-        """The record's `data`."""
+        """Return the record's `data`."""
         return {
             "source": self.source,
             "ids_sha256": self.ids_sha256,
@@ -74,7 +74,11 @@ class LmEvalData:
 
 
 def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> LmEvalData:
-    """Load a task and build its requests. directory: of books, for the task that asks about them."""
+    """Load a task and build its requests.
+
+    Args:
+        directory: directory of books, for the task that asks about books.
+    """
     settings: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
     settings |= {"tokenizer": tokenizer.name_or_path} if settings else {}
     settings |= {"data": str(directory)} if directory is not None and options.tasks == _BOOK_TASK else {}
@@ -116,17 +120,17 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase, directo
 
 
 def _digest_of_included(folder: Path, instances: Sequence[Instance]) -> str:
-    """sha256 of what decides the scores of a user's task: its files, and documents with the right answers."""
+    """Return the sha256 of everything that decides the scores of a user's task: its files, and documents with right answers."""
     files = sorted(file for file in folder.rglob("*") if file.suffix in (".yaml", ".py") and file.is_file())
     documents = [json.dumps(instance.doc, sort_keys=True, default=repr).encode() for instance in instances]
     return hashlib.sha256(b"\0".join([*(file.read_bytes() for file in files), *documents])).hexdigest()
 
 
 def _set_generation(task: Any, options: LmEvalOptions) -> None:
-    """Change how answers are generated, and how many.
+    """Change the settings and the number of generated answers.
 
     Raises:
-        UserError: the task generates none, or an option has no effect.
+        UserError: the task generates no answers, or an option has no effect.
     """
     changes = options.generation
     if (changes or options.samples) and task.OUTPUT_TYPE != "generate_until":
@@ -144,12 +148,15 @@ def _set_generation(task: Any, options: LmEvalOptions) -> None:
 
 
 def question_start(prompt: str, task: str, document: Mapping[str, Any], pattern: str | None = None) -> int:
-    """The index of the question's first character: the last match of a pattern or, in LongBench, the end of the context.
+    """Return the index of the question's first character: the last match of a pattern or, in LongBench, the end of the context.
 
-    `prompt` includes examples and chat template; `document` is what it was made of. The pattern is known for RULER and our tasks.
+    Args:
+        prompt: text with examples and chat template.
+        document: document from which the prompt was made.
+        pattern: regular expression of the question's beginning; None: the known pattern for RULER and our tasks.
 
     Raises:
-        UserError: there is no question, or nothing before it.
+        UserError: the prompt has no question, or no text before the question.
     """
     pattern = pattern or next((p for names, p in _PATTERNS if re.fullmatch(names, task)), None)
     start = -1
@@ -168,7 +175,7 @@ def _start_of(instance: Instance, options: LmEvalOptions) -> int:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The tokenizer's chat template with the signature that lm-eval calls."""
+    """Return the tokenizer's chat template as a function with lm-eval's signature."""
 
     def apply(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
@@ -184,7 +191,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
-    """Run the task; the trace gets each question's score and log-likelihoods or answer."""
+    """Run the task, and write each question's score and log-likelihoods or answer to the trace."""
     data: LmEvalData = job.data
     try:
         reader = RequestReader(job.model, job.config, options.prompt, options.prompt_tokens, options.batch, job.block, job.method)
@@ -263,7 +270,7 @@ def _scored_samples(options: LmEvalOptions, name: str, samples: list[dict[str, A
 
 
 def _chosen_before_the_cut(task: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """A flag, if questions have answers of one token, which follows from the whole prompt when the cut comes after it."""
+    """Yield a flag if some answers have one token. That token is chosen from the whole prompt, before the eviction."""
     longest: dict[int, int] = {}
     for instance in task.instances:
         prompt, answer = instance.args[0], instance.args[1]
@@ -277,12 +284,12 @@ def _chosen_before_the_cut(task: Any, tokenizer: PreTrainedTokenizerBase) -> Ite
 
 
 def _numbers(results: dict[str, Any]) -> dict[str, Any]:
-    """lm-eval's own figures and standard errors, by "metric,filter"."""
+    """Return lm-eval's own figures and standard errors, by "metric,filter"."""
     return {k: v for k, v in results.items() if "," in k and isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
 def _every_score(task: Any, samples: Sequence[dict[str, Any]], metric: str, chosen: str) -> Iterator[list[float]]:
-    """The scores of each question's answers, of which lm-eval scores what its filter leaves: often the first alone."""
+    """Yield the scores of all answers to each question. lm-eval itself scores only the answers that its filter keeps."""
     (ensemble,) = [f for f in task._filters if f.name == chosen]
     repeats = []
     for repeat in range(task.config.repeats):
@@ -299,7 +306,7 @@ def _of_answers(scores: list[float]) -> dict[str, Any]:
 
 
 def _sample(sample: dict[str, Any], metric: str) -> dict[str, Any]:
-    """A question's line in the trace. The score of a text is its log-likelihood; the weight is its words or bytes."""
+    """Return a question's line in the trace. The score of a text is its log-likelihood; the weight is its words or bytes."""
     value, weight = sample[metric], 1 if metric == "perplexity" else None
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value):
@@ -314,7 +321,7 @@ def _sample(sample: dict[str, Any], metric: str) -> dict[str, Any]:
 
 
 def _depth(document: Mapping[str, Any]) -> float | None:
-    """Return the depth of the answer in the prompt, 0 to 1; None unless the task states it, or RULER's prompt has it once."""
+    """Return the depth of the answer in the prompt, 0 to 1; None unless the task states it, or RULER's prompt has one match."""
     if isinstance(document.get("depth"), float):
         return float(document["depth"])
     answers, text = document.get("outputs"), document.get("input")
@@ -330,7 +337,7 @@ def _depth(document: Mapping[str, Any]) -> float | None:
 
 
 def _rounded(answer: Any) -> Any:
-    """Round a log-likelihood, or a pair of it and whether greedy decoding agrees. A text stays as it is."""
+    """Round a log-likelihood, alone or in a pair with the agreement of greedy decoding. Leave a text unchanged."""
     if isinstance(answer, (tuple, list)):
         return [round(x, 5) if isinstance(x, float) else x for x in answer]
     return round(answer, 5) if isinstance(answer, float) else answer

@@ -21,7 +21,7 @@ from kvbench.harness.report.markdown import digits
 from kvbench.harness.tasks.task import Options
 
 GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
-MOST_SAMPLES = 10_000  # answers to a question
+MOST_SAMPLES = 10_000  # largest number of answers to a question
 
 
 class LmEvalOptions(Options):
@@ -79,7 +79,7 @@ class LmEvalOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _seen_is_the_default(cls, options: Any) -> Any:
-        """Leave out `seen`, and the pattern that the cells beside it need, so that the cell is that of older records."""
+        """Remove `seen`, and the pattern that only `unseen` needs, so that the cell has the id of older records."""
         if not isinstance(options, dict) or options.get("question") != "seen":
             return options
         return {name: value for name, value in options.items() if name not in ("question", "question_from")}
@@ -91,12 +91,12 @@ class LmEvalOptions(Options):
 
     @property
     def heading(self) -> str:
-        """Includes how prompts are read: query-aware and query-blind scores never share a table."""
+        """Heading with the method of reading prompts, because query-aware and query-blind scores never share a table."""
         return f"lm-eval, prompt {self.prompt}{', question unseen' if self.question else ''}"
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Generation settings of a task that these options override."""
+        """Generation settings that override the task's."""
         named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "max_gen_toks": self.max_gen_toks}
         settings = {k: v for k, v in named.items() if v is not None}
         return settings if self.temperature is None else settings | {"do_sample": self.temperature > 0}
@@ -138,12 +138,12 @@ class LmEvalMetrics(ScoreMetrics):
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
 
     def headline(self) -> str:
-        """The score, and the number of questions."""
+        """Return the score and the number of questions."""
         return f"{self.metric} {self.figure} of {self.questions}"
 
     @property
     def figure(self) -> str:
-        """The score in percent with its standard error; for log-likelihoods, the perplexity per word or byte."""
+        """Score in percent with its standard error; for log-likelihoods, perplexity per word or byte."""
         parts = [self.score] + ([] if self.stderr is None else [self.stderr])
         lenient = "" if self.contained is None else f" ({100 * self.contained:.1f})"
         if self.weights is None:
@@ -152,7 +152,7 @@ class LmEvalMetrics(ScoreMetrics):
         return " ± ".join(digits(part, 3) for part in [perplexity, *(perplexity * part for part in parts[1:])])
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
-        """Right answers from the outcomes; if there are outcomes, accuracy is the score. pass@k from the scores."""
+        """Yield right answers from the outcomes, the score from the accuracy, and pass@k from the scores of answers."""
         yield from super().derived(cell)
         if self.accuracy is not None:
             yield "score", self.accuracy
@@ -160,7 +160,7 @@ class LmEvalMetrics(ScoreMetrics):
 
     @property
     def evicted_questions(self) -> int:
-        """Questions whose requests are longer than the cache, if all questions have as many requests."""
+        """Number of questions whose requests are longer than the cache, if all questions have equally many requests."""
         return self.questions * self.over_capacity // max(1, self.requests)
 
     @model_validator(mode="after")
@@ -173,11 +173,11 @@ class LmEvalMetrics(ScoreMetrics):
 
     @property
     def contained(self) -> float | None:
-        """Share of answers that contain the right one, the lenient score; None if the task has no such score."""
+        """Lenient score, the share of answers that contain the right answer; None if the task has no such score."""
         return self.lm_eval.get("contained,none")
 
     def solved(self, k: int) -> NDArray[np.float64]:
-        """The chance that one of k answers to each question is right. [questions]."""
+        """Return the chance that at least one of k answers to each question is right. [questions]."""
         assert self.samples is not None
         return pass_at(np.round(np.array(self.scores) * self.samples), self.samples, k)
 

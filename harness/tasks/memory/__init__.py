@@ -1,7 +1,7 @@
 """Memory: bytes that a cache reports, bytes that it allocates, and the peak over a stream.
 
 On a CPU a cell runs in its own process, and the operating system records the peak (Linux: VmHWM, reset once the model is
-loaded). On CUDA the allocator records it. The record flags bytes that disagree, and a peak that rises once the cache is full.
+loaded). On CUDA the allocator records the peak. Bytes that disagree are flagged, as is a peak that rises after the cache is full.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class MemoryMetrics(PeakMetrics):
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics, as reported")
 
     def headline(self) -> str:
-        """The peak."""
+        """Return the peak."""
         return f"peak {in_bytes(self.peak_bytes)} over weights"
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
-        """The peak and its growth from the curve."""
+        """Yield the peak and its growth, computed from the curve."""
         full = next((point for point in self.curve if point.position > (cell.capacity or 0)), self.curve[-1])
         yield "peak_bytes", self.curve[-1].peak_bytes
         yield "growth_bytes", self.curve[-1].peak_bytes - full.peak_bytes
@@ -71,12 +71,12 @@ class Memory(Task):
 
     @staticmethod
     def data(options: MemoryOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:
-        """Random tokens."""
+        """Return random tokens."""
         return RandomTokens(options.tokens)
 
     @classmethod
     def workload(cls, options: MemoryOptions) -> Workload:
-        """Streams side by side. A window is recomputed once per block of 256 tokens."""
+        """Return streams side by side. A window is recomputed once per block of 256 tokens."""
         streams = options.batch
         return Workload(
             sequences=streams,
@@ -95,12 +95,12 @@ class Memory(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
-        """The capacity, or the whole stream if the cache is unbounded."""
+        """Return the capacity, or the length of the stream if the cache is unbounded."""
         return super().cached_tokens(record) or record.cell.task_options(MemoryOptions).tokens
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Reported and allocated bytes, and the curve over the stream."""
+        """Return tables of reported and allocated bytes, and of the curve over the stream."""
         measured = [(r, m) for r in records if (m := r.measured(MemoryMetrics))]
         how = "; ".join(dict.fromkeys(m.how for _, m in measured))
         about = (
@@ -134,7 +134,7 @@ _SHOWN_POINTS = 9
 
 
 def _curve(measured: Sequence[tuple[Record, MemoryMetrics]]) -> list[str]:
-    """The peak over the stream, and the time per token in each part of it."""
+    """Return tables of the peak over the stream, and of the time per token in each part of the stream."""
     if not measured:
         return []
     points = [point.position for point in measured[0][1].curve]

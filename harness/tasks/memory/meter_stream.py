@@ -1,4 +1,4 @@
-"""Reads a stream, and measures memory at several points."""
+"""Measurement of memory at several points of a stream."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvbench.harness.tasks.memory import MemoryMetrics, MemoryOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.window import Window
 
-_RELATIVE_TOLERANCE = 0.02  # between allocated and reported bytes
-_TOLERANCE_BYTES = 2**18  # the same in bytes, for small tensors of a step; the larger tolerance counts
-_MAX_GROWTH_BYTES = {"cpu": 2**23, "cuda": 2**20}  # of the peak once the cache is full
+_RELATIVE_TOLERANCE = 0.02  # relative difference allowed between allocated and reported bytes
+_TOLERANCE_BYTES = 2**18  # absolute difference allowed, for small tensors of a step; the larger tolerance applies
+_MAX_GROWTH_BYTES = {"cpu": 2**23, "cuda": 2**20}  # growth of the peak allowed after the cache is full
 
 
 def measure(options: MemoryOptions, job: Job) -> MemoryMetrics:
@@ -95,7 +95,7 @@ def _figures(
 
 
 def _kv_bytes(model: Model, config: CacheConfig, tokens: int, streams: int) -> int:
-    """Bytes of the K and V slots of all streams, by the shapes of layers and the budgets, after that many tokens of each."""
+    """Compute the bytes of the K and V slots of all streams after `tokens` tokens, from the layers' shapes and the budgets."""
     if not holds_kv(config.policy):
         return 0
     table, total = static_table(model, config, None), 0
@@ -112,9 +112,9 @@ def _kv_bytes(model: Model, config: CacheConfig, tokens: int, streams: int) -> i
 
 
 def _shared_bytes(model: Model, config: CacheConfig, shape: LayerShape, kept: int, tokens: int, streams: int) -> int:
-    """Bytes of the K and V slots of a layer whose heads share a budget.
+    """Compute the bytes of the K and V slots of a layer whose heads share a budget.
 
-    Slots come from a pool of pages. A coded cache has none: each head has slots for all tokens that the others can leave it.
+    Slots come from a pool of pages. A coded cache has no pool: each head has slots for its largest possible share.
     """
     rows, each = streams * shape.heads, kept + config.every
     if config.kv is None:
@@ -137,12 +137,12 @@ def _weight_bytes(model: Model) -> int:
 
 
 class _Meter:
-    """Measures memory above the level at its creation."""
+    """Meter of memory above the level at its creation."""
 
     how = ""
 
     def peak(self) -> int:
-        """Largest use so far, in bytes above the start."""
+        """Return the largest use so far, in bytes above the start."""
         raise NotImplementedError
 
     def wait(self) -> None:
@@ -161,11 +161,11 @@ class _CudaMeter(_Meter):
             torch.cuda.reset_peak_memory_stats(device)
 
     def peak(self) -> int:
-        """The sum of the devices' peaks, which bounds what was in use at once."""
+        """Return the sum of the devices' peaks, an upper bound of the peak of their sum."""
         return sum(map(torch.cuda.max_memory_allocated, self._devices)) - self._before
 
     def allocated(self) -> int:
-        """Current use, in bytes above the start."""
+        """Return the current use, in bytes above the start."""
         gc.collect()
         self.wait()
         return sum(map(torch.cuda.memory_allocated, self._devices)) - self._before
@@ -204,16 +204,16 @@ class _ProcessMeter(_Meter):
 
 
 def _give_back() -> None:
-    """Return memory that was freed while the model was loaded to the system.
+    """Give memory that was freed while the model was loaded back to the operating system.
 
-    Otherwise a cache that is allocated there would seem to take no memory.
+    Otherwise, a cache in such memory would appear to take no memory.
     """
-    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def tensor_bytes(decoder: Decoder, model: Model) -> int:
-    """Return the bytes of all tensors that a decoder holds. Each storage counts once, and views of the model's weights do not."""
+    """Return the bytes of all tensors that a decoder holds, each storage once, without views of the model's weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.hf.parameters()}
     held = tensors_in(decoder, (Model, Rotation))
     return storage_bytes(t for t in held if t.untyped_storage().data_ptr() not in weights)

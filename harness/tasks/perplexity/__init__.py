@@ -1,8 +1,8 @@
 """Perplexity of a long text, read as one stream with a cache that is never reset.
 
 Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.1 (PG19, books concatenated, token by token).
-Differs: text is tokenised without special tokens and opened once by the tokenizer's own BOS (the release puts one before
-every book). A block of tokens passes one layer at a time, which gives the same numbers.
+Differs: text is tokenised without special tokens, after a single BOS of the tokenizer (the release puts a BOS before every
+book). A block of tokens passes one layer at a time, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Perplexity(Task):
-    """NLL of each token, given what the cache holds of the stream before it."""
+    """NLL of each token, given the tokens of the stream that the cache holds."""
 
     options: ClassVar[type[Options]] = PerplexityOptions
     metrics: ClassVar[type[Metrics]] = PerplexityMetrics
@@ -54,7 +54,7 @@ class Perplexity(Task):
 
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
-        """Books of the split or generated prose, up to `tokens`."""
+        """Return the first `tokens` tokens of books of the split or of generated prose."""
         from kvbench.harness.data.stream import newline, stream
         from kvbench.harness.data.texts import texts
 
@@ -64,7 +64,7 @@ class Perplexity(Task):
 
     @classmethod
     def workload(cls, options: PerplexityOptions) -> Workload:
-        """Streams of equal length; a window is recomputed for each scored token."""
+        """Return streams of equal length. A window is recomputed for each scored token."""
         streams, prompt = options.streams or 1, options.prompt or 0
         return Workload(
             sequences=streams,
@@ -78,12 +78,12 @@ class Perplexity(Task):
 
     @classmethod
     def tokens_read(cls, options: PerplexityOptions, data: TokenStream) -> int | None:
-        """Tokens of a stream without its last, which predicts nothing; None if reading may stop early."""
+        """Return the tokens of a stream except the last, which predicts nothing; None if reading may stop early."""
         return None if options.until is not None else data.prefix + data.tokens // (options.streams or 1) - 1
 
     @staticmethod
     def run(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
-        """Score the stream; the trace gets one float32 NLL per token, NaN for tokens that are not scored."""
+        """Score the stream, and write one float32 NLL per token to the trace, NaN for tokens that are not scored."""
         from kvbench.harness.tasks.perplexity.score_text import measure
 
         return measure(options, job)
@@ -108,19 +108,23 @@ class Perplexity(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
-        """Most tokens of a stream in the cache; without a bound all but the last, which is not read."""
+        """Return the largest number of a stream's tokens in the cache. An unbounded cache holds all but the unread last token."""
         if record.cell.capacity is not None or record.cell.evict == "prompt":
             return super().cached_tokens(record)
         return len(record.data.prefix) + record.data.tokens // (record.cell.task_options(PerplexityOptions).streams or 1) - 1
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Perplexity, paired differences, charts, and tables by position."""
+        """Return perplexity, paired differences, charts, and tables by position."""
         return _page(records)
 
 
 def _looks(record: Record, looks: Looks, nll: NDArray[np.float32], folder: Path) -> dict[str, Any]:
-    """The looks, taken again as long as the intervals are not narrow; none if the reference's record is not in the folder."""
+    """Recompute the looks until an interval is narrow enough; empty if the reference's record is not in the folder.
+
+    Raises:
+        ValueError: the file of the reference is the record of another cell.
+    """
     options, base = record.cell.task_options(PerplexityOptions), read_beside(record, looks.reference, folder)
     figures = base.measured(NllMetrics) if isinstance(base, Record) else None
     if not isinstance(base, Record) or figures is None or options.until is None:
@@ -142,13 +146,17 @@ def _looks(record: Record, looks: Looks, nll: NDArray[np.float32], folder: Path)
 
 
 def _text_starts(nll: NDArray[np.float32], counts: list[int]) -> list[int]:
-    """Index of each text's first scored token, or of the next text's if it has none. counts: scored tokens of each text."""
+    """Return the index of each text's first scored token, or of the next text's if the text has none.
+
+    Args:
+        counts: number of scored tokens of each text.
+    """
     scored = [*np.flatnonzero(np.isfinite(nll)), len(nll)]
     return [0, *(int(scored[n]) for n in itertools.accumulate(counts[:-1]))]
 
 
 def _text_sums(values: Any, counts: list[int]) -> dict[str, Any]:
-    """NLL and number of scored tokens of each text."""
+    """Return the summed NLL and the number of scored tokens of each text."""
     ends = np.cumsum(counts)
     if not len(ends) or ends[-1] != len(values):
         raise ValueError(f"the texts have {sum(counts)} scored tokens, but the trace has {len(values)}")
@@ -157,7 +165,7 @@ def _text_sums(values: Any, counts: list[int]) -> dict[str, Any]:
 
 
 def _page(records: Sequence[Record]) -> list[str | Chart]:
-    """The text, the table, the chart over the stream, and tables by position."""
+    """Return the description, the table, the chart over the stream, and tables by position."""
     data, options = records[0].data, records[0].cell.task_options(PerplexityOptions)
     prefix, kind, common = len(data.prefix), " newlines" if options.newlines else "", common_tokens(records)
     about = (
@@ -181,7 +189,7 @@ def _page(records: Sequence[Record]) -> list[str | Chart]:
 
 
 def _until(options: PerplexityOptions, records: Sequence[Record]) -> str:
-    """How long cells were read, and what their intervals are corrected for."""
+    """Describe when reading stopped, and the number of looks for which intervals are corrected."""
     if options.until is None:
         return ""
     looks = max((m.planned_looks for r in records if (m := r.measured(NllMetrics))), default=1)
@@ -231,7 +239,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
 
 
 def _read(record: Record) -> str:
-    """Tokens read, and whether the text ended before the interval was narrow enough."""
+    """Return the tokens read, with "(limit)" if the text ended before the interval was narrow enough."""
     metrics = record.measured(NllMetrics)
     if metrics is None:
         return ""
@@ -272,12 +280,12 @@ def _not_in_chart(records: Sequence[Record], stride: int) -> list[str]:
 
 
 def _recompute(records: Sequence[Record]) -> str:
-    """Names of the policies that scored only some tokens."""
+    """Return the names of the policies that scored only some tokens."""
     return md(" and ".join(dict.fromkeys(r.cell.policy for r in records if r.status == "ok" and not scores_all(r))))
 
 
 def _buckets(records: Sequence[Record], which_tokens: str = "") -> list[str]:
-    """Perplexity by position in the stream."""
+    """Return a table of perplexity by position in the stream."""
     measured = [(r, m.buckets) for r in records if (m := r.measured(NllMetrics)) and m.buckets]
     if not measured:
         return []
@@ -299,14 +307,14 @@ def _edges(bucket: Bucket) -> tuple[int, int]:
 
 
 def _common_buckets(records: Sequence[Record], common: Common) -> list[str]:
-    """Table by position over the tokens that every row scored, folded; empty if every row scored all tokens."""
+    """Return a folded table by position over the tokens that every row scored; empty if every row scored all tokens."""
     shared = [same for r in records if (same := on_common(r, common)) is not None] if common.stride > 1 else []
     lines = _buckets(shared, f", over {describe_tokens(records, common)}")
     return [f"<details><summary>By position, with {_recompute(records)}</summary>\n", *lines, "</details>\n"] if lines else []
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
-    """NLL of facts in generated prose, by distance to their previous mention."""
+    """Return a table of the NLL of facts in generated prose, by distance to their previous mention."""
     measured = [(r, m.facts) for r in records if (m := r.measured(PerplexityMetrics)) and m.facts]
     if not measured:
         return []
@@ -325,6 +333,6 @@ def _facts(records: Sequence[Record]) -> list[str]:
 
 
 def _span(cost: FactCost) -> tuple[int, int]:
-    """Words back, from and to; (0, 0) for a first mention."""
+    """Return the range of words since the previous mention; (0, 0) for a first mention."""
     low, high = cost.words_back or (0, 0)
     return low, high

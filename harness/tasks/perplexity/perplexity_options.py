@@ -1,8 +1,8 @@
-"""Options and figures of the perplexity task, and when it stops reading.
+"""Options and figures of the perplexity task, and the rule that stops reading.
 
-With `until`, the difference to a reference is looked at after doubling lengths of the text. Every look's interval is corrected
-for the number of planned looks (`core/intervals.py`), so the one at which reading stops holds as often as an interval of a text
-of fixed length.
+With `until`, the difference to a reference is computed at doubling lengths of the text. The interval of each look is corrected
+for the number of planned looks (`core/intervals.py`). The interval at which reading stops therefore has the coverage of an
+interval of a text of fixed length.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvbench.harness.report.markdown import digits
 from kvbench.harness.report.pairing import mean_difference
 from kvbench.harness.tasks.task import MAX_TOKENS, Options
 
-_MAX_GENERATED_TOKENS = 2**24  # generated in memory
+_MAX_GENERATED_TOKENS = 2**24  # generated text is held in memory
 
 
 class Until(BaseModel):
-    """When to stop reading."""
+    """Rule that stops reading when an interval is narrow enough."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -114,22 +114,22 @@ class PerplexityMetrics(NllMetrics):
     kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V of all streams")
 
     def headline(self) -> str:
-        """Perplexity over all tokens that the record scored."""
+        """Return the perplexity over all tokens that the record scored."""
         return f"perplexity {digits(self.perplexity)}"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Looks at how precisely the difference to the reference is known."""
+    """Looks at the interval of the difference to the reference."""
 
     options: PerplexityOptions
     until: Until
     prefix: int  # tokens that open the stream
-    tokens: int  # of the whole text
+    tokens: int  # length of the whole text
     starts: Sequence[int]  # index of each text's first token in the stream
     capacity: int
-    reference: NllMetrics  # on the whole text
-    file: str  # of the reference's record
+    reference: NllMetrics  # figures of the reference on the whole text
+    file: str  # file name of the reference's record
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -137,7 +137,7 @@ class Precision:
         return look_lengths(self.tokens, self.capacity)
 
     def look(self, nll: NDArray[np.float32]) -> Look:
-        """The difference after the beginning of the text. nll: of the prefix and that beginning, in nats, [N]."""
+        """Compute the difference over the beginning of the text. nll: nats of the prefix and of the beginning. [N]."""
         read, whole = len(nll) - self.prefix, self.prefix + self.tokens
         figures = nll_figures(nll, self.prefix, self.starts, self.options.stride, prompt=self.options.prompt or 0, length=whole)
         so_far = NllMetrics.from_json(figures | {"tokens_read": read})
@@ -146,11 +146,11 @@ class Precision:
         return Look(tokens=read, mean=mean, low=low, high=high)
 
     def is_narrow(self, look: Look) -> bool:
-        """Whether a look's interval is as narrow as asked for."""
+        """Whether a look's interval is as narrow as `until` requires."""
         return look.low is not None and look.high is not None and look.high - look.low <= 2 * self.until.interval
 
     def looks(self, taken: Sequence[Look]) -> Looks:
-        """Return the looks taken, in order, as the record keeps them, with the reason for stopping."""
+        """Return the looks in the form that records keep, with the reason for stopping. taken: looks in order."""
         narrow = self.is_narrow(taken[-1])
         return Looks(
             reference=self.file,

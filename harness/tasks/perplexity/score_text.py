@@ -1,4 +1,4 @@
-"""Scores a long text, read as one stream or several side by side."""
+"""Scoring of a long text, read as one stream or as several streams side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvbench.harness.tasks.task import Job, MeasurementError
 
 
 def measure(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
-    """Score the stream; the trace gets one float32 NLL per token, NaN for tokens that are not scored.
+    """Score the stream, and write one float32 NLL per token to the trace, NaN for tokens that are not scored.
 
     Raises:
         MeasurementError: an NLL is not finite, or the reference has no figures to compare with.
@@ -45,12 +45,12 @@ def measure(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
 
 
 def _figures(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> dict[str, Any]:
-    """Figures of the tokens that were read. nll: of the stream, or of its beginning. [N]."""
+    """Compute the figures of the tokens that were read. nll: nats of the stream, or of its beginning. [N]."""
     starts, byte_counts = [start for _, start in job.data.starts], job.data.byte_counts[: len(nll)]
     figures = nll_figures(
         nll, job.data.prefix, starts, options.stride, options.streams or 1, options.prompt or 0, len(job.data.ids)
     )
-    figures["bytes"] = int(byte_counts[np.isfinite(nll)].sum())  # of the scored tokens' text
+    figures["bytes"] = int(byte_counts[np.isfinite(nll)].sum())  # bytes of the scored tokens' text
     figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
     if options.data == "prose":
         figures["facts"] = fact_costs(nll, byte_counts, options.data_seed or 0)
@@ -65,8 +65,8 @@ def _allocate(path: Path) -> None:
 
 
 def _cut(path: Path, nll: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Cut the trace to the beginning that was read. Returns it, mapped."""
-    path.unlink()  # not overwritten, because it is mapped
+    """Cut the trace to the beginning that was read. Return the new file's array, mapped from disk."""
+    path.unlink()  # a mapped file must not be overwritten
     with path.open("wb") as file:
         np.save(file, nll)
     return np.lib.format.open_memmap(path, mode="r+")
@@ -77,10 +77,11 @@ def _read(
 ) -> tuple[list[Look], Counter[str]]:
     """Read, and write NLLs, until the interval is narrow or the text ends.
 
-    Returns the looks taken, and the bytes of all streams' caches, whether they were held at once or one after another.
+    Returns:
+        The looks taken, and the summed bytes of all streams' caches, whether they were held at once or one after another.
 
     Raises:
-        MemoryError: several streams at once don't fit.
+        MemoryError: several streams at once don't fit into memory.
     """
     looks: list[Look] = []
     sizes: Counter[str] = Counter()
@@ -100,15 +101,15 @@ def _read(
                 raise
             raise MemoryError(f"{len(part)} streams at once don't fit: give side_by_side: {len(part) // 2}") from error
         sizes.update(kv_bytes=read.kv_bytes, kv_held_bytes=read.held_bytes, state_bytes=read.state_bytes)
-        del read  # before the next is allocated
+        del read  # free its cache before the next decoder is created
     return looks, sizes
 
 
 def _precision(options: PerplexityOptions, job: Job) -> Precision | None:
-    """Return the rule that decides when to stop reading; None if all of the text is read.
+    """Return the looks that decide when to stop reading; None if all of the text is read.
 
     Raises:
-        MeasurementError: the reference has no figures, or a trend.
+        MeasurementError: the reference has no figures, or its figures have a trend.
     """
     until, data, trained = options.until, job.data, job.model.training_length
     if until is not None and until.reference == "dense" and trained is not None and data.tokens > trained:
@@ -134,12 +135,15 @@ def _score(
     part: range,
     so_far: NDArray[np.float64],
 ) -> Iterator[int]:
-    """Read the streams numbered `part` side by side with an empty decoder, and write each token's NLL in nats to `nll`, [N].
+    """Read the streams numbered `part` side by side with an empty decoder, and write each token's NLL.
 
-    A block ends after each number of tokens in `looks`. `so_far` is the sum of all NLLs and their number, for progress.
+    Args:
+        nll: receives nats per token. [N].
+        looks: numbers of tokens after which a block ends.
+        so_far: sum of all NLLs and their number, updated for progress. [2].
 
     Yields:
-        After each block, how many tokens of a stream have an NLL now, its prefix included.
+        After each block, the number of tokens of a stream that have an NLL, the prefix included.
     """
     prefix, streams, prompt = job.data.prefix, len(part), options.prompt or 0
     length = (len(job.data.ids) - prefix) // (options.streams or 1)
@@ -150,12 +154,12 @@ def _score(
     is_scored = scored_mask(prefix + length, prefix, stride, prompt=prompt)
 
     def tokens(start: int, stop: int) -> Tensor:
-        """Tokens of all streams, counted from the prefix on. [B, stop - start]."""
+        """Return the tokens of all streams from `start` to `stop` - 1, counted from the prefix on. [B, stop - start]."""
         body = torch.as_strided(text, (streams, length), (length, 1))
         part = torch.cat([opening[:, start:stop], body[:, max(0, start - prefix) : max(0, stop - prefix)]], 1)
         return part.long().to(job.model.device)
 
-    end, begin = prefix + length - 1, prefix + prompt if prompt else 0  # no token follows the last one
+    end, begin = prefix + length - 1, prefix + prompt if prompt else 0  # no token follows the last
     first_logits = read.read_prompt(tokens(0, begin), job.block)[:, None] if prompt else None
     ends = {prefix + look - 1 for look in looks if prefix + look - 1 > begin}
     starts = [*([begin - 1] if prompt else []), *sorted({*range(begin, end, job.block), *ends, end})]
@@ -176,6 +180,6 @@ def _score(
             raise MeasurementError(f"NLL is not finite at token {start + 1 + int(first)}")
         nll[text_starts + (start + 1 - prefix + scored)] = losses.reshape(streams, -1)
         so_far += losses.sum(dtype=np.float64), losses.size
-        mean = float(so_far[0] / so_far[1])
-        job.progress(length * part.start + stop * streams, f"perplexity {math.exp(min(mean, 700)):.2f}")
+        total_nll, scored_tokens = so_far
+        job.progress(length * part.start + stop * streams, f"perplexity {math.exp(min(total_nll / scored_tokens, 700)):.2f}")
         yield stop + 1

@@ -1,7 +1,8 @@
-"""A model runs the program in its prompt: it writes a trace far longer than the prompt, and every step needs a line of it.
+"""Task in which a model runs the program in its prompt: it writes a trace far longer than the prompt.
 
-A word of the trace is a copy, a look-up or a sum of two digits, so a wrong one is a word that the model could no longer look up.
-Answers are written by the model itself, where other tasks read a text; one wrong word and the answer is wrong.
+Every step of the trace needs a line of the prompt. A word of the trace is a copy, a look-up or a sum of two digits, so a wrong
+word is one that the model could no longer look up. The model writes the answers itself, whereas other tasks read a text. An
+answer with one wrong word is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Trace(Task):
-    """How many programs a model runs to the end, and where it first goes wrong."""
+    """Share of programs that a model runs to the end, and place of its first wrong word."""
 
     options: ClassVar[type[Options]] = TraceOptions
     metrics: ClassVar[type[Metrics]] = TraceMetrics
@@ -38,14 +39,14 @@ class Trace(Task):
 
     @staticmethod
     def data(options: TraceOptions, tokenizer: Tokenizer, directory: Path | None) -> TraceData:
-        """Generated programs, the same for every policy and machine."""
+        """Return generated programs, which are equal for every policy and machine."""
         from kvbench.harness.tasks.trace.programs import trace_data
 
         return trace_data(options, tokenizer())
 
     @classmethod
     def workload(cls, options: TraceOptions) -> Workload:
-        """Prompts and answers at their limit."""
+        """Return prompts, and answers at their longest."""
         at_once = min(options.side_by_side or options.answers, options.answers)
         steps = 0 if options.teacher else options.answers * options.limit // at_once
         return Workload(
@@ -58,14 +59,14 @@ class Trace(Task):
 
     @classmethod
     def tokens_read(cls, options: TraceOptions, data: TraceData) -> int | None:
-        """Prompt and longest right trace, read side by side, without its last word, which no word follows."""
+        """Return the tokens of the prompt and the longest right trace, without the last word, which no word follows."""
         if not options.teacher or options.side_by_side is not None:
             return None
         return data.prompts.shape[1] + max(map(len, data.traces)) - 1
 
     @staticmethod
     def run(options: TraceOptions, job: Job) -> TraceMetrics:
-        """Write or read the traces; the trace file gets each answer."""
+        """Write or read the traces, and write each answer to the trace file."""
         from kvbench.harness.tasks.trace.run_programs import measure
 
         return measure(options, job)
@@ -79,7 +80,7 @@ class Trace(Task):
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """A row per policy; what is right by distance; and how long answers stay right."""
+        """Return a row per policy, tables of right words by distance, and charts of answers that are still right."""
         about = (
             f"{task_line(records[0])}Solved: percent of the answers that are right to the last word, with "
             f"{about_intervals(records)}. First wrong word: its number in half of the answers, or before it, and its step.\n"
@@ -97,7 +98,7 @@ class Trace(Task):
 
 
 def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
-    """The cells of a record's row, by heading; empty where a figure does not apply."""
+    """Return the cells of a record's row, by heading; empty where a figure does not apply."""
     m, seconds = record.measured(TraceMetrics), record.facts.measured_seconds
     right = None if m is None else m.right
     endings, judgements = (m.endings or {}, m.told) if m else ({}, [])
@@ -125,7 +126,7 @@ def _pass_ats(record: Record) -> Sequence[Any]:
 
 
 def _pass_at(metrics: TraceMetrics | None, k: int) -> str:
-    """pass@k in percent, with its interval."""
+    """Return pass@k in percent, with its interval."""
     figure = next((p for p in metrics.pass_at if p.k == k), None) if metrics else None
     if figure is None:
         return ""
@@ -134,7 +135,7 @@ def _pass_at(metrics: TraceMetrics | None, k: int) -> str:
 
 
 def first_wrong(metrics: TraceMetrics) -> int | None:
-    """The word before or at which half of the answers have gone wrong, counted from 1; None if fewer ever do."""
+    """Return the number of the word by which half of the answers are wrong, counted from 1; None if fewer than half are."""
     wrong = sorted(
         right + 1 for right, outcome in zip(metrics.words_right, metrics.outcomes or "", strict=True) if outcome == "0"
     )
@@ -157,7 +158,7 @@ def _told(metrics: TraceMetrics) -> Sequence[Between]:
 
 
 def _by_distance(records: Sequence[Record], about: str, parts: Callable[[TraceMetrics], Sequence[Between]]) -> list[str]:
-    """A table of percent right by distance, with how many there are; none if there are none at all."""
+    """Return a table of percent right by distance, with the number of judgements; empty without judgements."""
     measured = [(r, {(p.from_, p.to): p for p in parts(m)}) for r in records if (m := r.measured(TraceMetrics))]
     edges = sorted({edge for _, by_edge in measured for edge in by_edge})
     if not edges:
@@ -189,7 +190,7 @@ def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
 
 
 def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
-    """A panel of answers without a wrong word, over the words written: a line per policy, all its seeds together."""
+    """Return a panel of answers without a wrong word, over the words written: a line per policy, with all seeds pooled."""
     by_policy: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
@@ -211,7 +212,7 @@ def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
 
 
 def _curve(records: Sequence[Record]) -> list[dict[str, float]]:
-    """Percent of answers without a wrong word, after 0 words and after each word that is the first wrong one of any."""
+    """Return the percentage of answers without a wrong word, after 0 words and after each first wrong word of an answer."""
     measured = [m for r in records if (m := r.measured(TraceMetrics))]
     wrong = sorted(right + 1 for m in measured for right, o in zip(m.words_right, m.outcomes or "", strict=True) if o == "0")
     answers, last = sum(m.questions for m in measured), max(right for m in measured for right in m.words_right)

@@ -1,7 +1,7 @@
-"""The programs of a cell, and answers judged beside their right traces. Imports no torch.
+"""Programs of a cell, and judgement of answers by their right traces. Imports no torch.
 
-`sources` says where in its stream each word of a trace finds what it follows from; `figures` computes a record's from its trace
-file.
+`sources` yields the places of the words from which each word of a trace follows. `figures` computes a record's figures from its
+trace file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvbench.harness.tasks.trace.trace_options import TraceOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Judgement = tuple[int, bool]  # a distance in words, and whether what is there is right
+Judgement = tuple[int, bool]  # a distance in words, and whether the step or value at that distance is right
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class TraceData:
 
     prompts: NDArray[np.int64]  # token ids, with the tokens that open a stream. [P, N]
     traces: tuple[NDArray[np.int64], ...]  # token ids of each right trace
-    prefix: int  # tokens that open a stream
+    prefix: int  # number of tokens that open a stream
     samples: int  # answers for each program
-    steps: float  # of a program, on average
+    steps: float  # mean number of steps of a program
     source: str
     tokenizer: PreTrainedTokenizerBase
 
@@ -61,12 +61,12 @@ class TraceData:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts and right traces, each as often as it has answers."""
+        """Tokens of all prompts and right traces, counted once per answer."""
         prompts = self.prompts.size - self.prefix * len(self.prompts)
         return self.samples * (prompts + sum(len(trace) for trace in self.traces))
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the data, for the record."""
+        """Return the facts about the data for the record."""
         return {
             "source": self.source,
             "ids_sha256": self.ids_sha256,
@@ -76,15 +76,15 @@ class TraceData:
         }
 
     def words(self, ids: list[int]) -> list[str]:
-        """Tokens as words."""
+        """Return tokens as words."""
         return list(self.tokenizer.convert_ids_to_tokens(ids))
 
 
 def trace_data(options: TraceOptions, tokenizer: PreTrainedTokenizerBase) -> TraceData:
-    """Draw the programs. They depend on the options and on their number alone.
+    """Draw the programs, each of which depends only on the options and its number.
 
     Raises:
-        UserError: the model knows other words, or no program ends after as many steps.
+        UserError: the model lacks words of programs, or no program ends after the required number of steps.
     """
     vocabulary = tokenizer.get_vocab()
     if not set(WORDS) <= vocabulary.keys():
@@ -117,11 +117,11 @@ def trace_data(options: TraceOptions, tokenizer: PreTrainedTokenizerBase) -> Tra
 
 
 def sources(program: Program) -> Iterator[tuple[int, ...]]:
-    """Yield for each word of the trace the places of the words it follows from. The prompt's first word has place 0.
+    """Yield for each word of the trace the places of the words from which it follows. The prompt's first word has place 0.
 
-    The name of a register and the next label, or `end`, come from the line in the prompt; a value comes from its previous
-    occurrence, a sum from its two operands. The words that carry the line's number come from the label that began the step; the
-    word for the branch also from the sum. The register whose value is told comes from the prompt.
+    The name of a register and the next label, or `end`, follow from the line in the prompt. A value follows from its previous
+    occurrence, a sum from its two operands. The words with the line's number follow from the label that began the step, and the
+    word for the branch also from the sum. The register whose value is told follows from the prompt.
     """
     head = head_words(program.tell is not None)
     place, lines = len(program.prompt()), {label: head + LINE_WORDS * number for number, label in enumerate(program.lines)}
@@ -151,17 +151,17 @@ class JudgedAnswer:
     """Judgement of an answer.
 
     Attributes:
-        right: it is the program's trace, word by word.
-        words: that it has.
-        words_right: those before the first wrong one.
-        matches: words that equal the trace's at the same place.
-        final: every register, as last said, has the value with which the program ends.
-        ending: ended, if its last word is `end`; looped, if its last steps, as many as the program has lines, came before in the
-            same words, which a right trace never has, as it would go on for ever; cut, if it is neither when it is at its limit.
-        told: whether each step obeys `tell`, by its distance from the prompt: it says that register and a digit after the
-            result, before which way it goes. A step ends with a label or `end`, or once it has as many words as two.
-        reads: whether each value said again is right, by its distance from where it was said last. Only what follows right words
-            counts, which with `teacher` is all.
+        right: whether the answer equals the program's trace, word by word.
+        words: number of words of the answer.
+        words_right: number of words before the first wrong word.
+        matches: number of words that equal the trace's word at the same place.
+        final: whether the last stated value of every register is the value with which the program ends.
+        ending: "ended" if the last word is `end`; "looped" if the last steps, as many as the program has lines, occur before in
+            the same words; else "cut", at the limit. A right trace never loops, because it would never end.
+        told: whether each step obeys `tell`, by its distance from the prompt. A step obeys if it states the register and a digit
+            between the result and the branch. A step ends with a label or `end`, or at twice its regular number of words.
+        reads: whether each restated value is right, by its distance from its previous occurrence. Only values after right words
+            count; with `teacher`, all values count.
     """
 
     right: bool
@@ -201,7 +201,7 @@ def judged(prompt: str, answer: str, options: TraceOptions) -> JudgedAnswer:
 
 
 def _last_values(program: Program, words: Sequence[str]) -> tuple[int, ...]:
-    """Values that the registers were last stated to have, from the prompt on."""
+    """Return the last stated value of each register, in the prompt or the answer."""
     values = list(program.values)
     for name, value in itertools.pairwise(words):
         if name[0] == "v" and value.isdigit() and int(name[1:]) < len(values):
@@ -210,7 +210,7 @@ def _last_values(program: Program, words: Sequence[str]) -> tuple[int, ...]:
 
 
 def _ending(words: Sequence[str], stretch: int) -> str:
-    """How an answer ends; `stretch`: words of as many steps as the program has lines."""
+    """Return the ending of an answer: "ended", "looped" or "cut". stretch: words of as many steps as the program has lines."""
     if words[-1] == "end":
         return "ended"
     text, end = f" {' '.join(words)} ", f" {' '.join(words[-stretch:])} "
@@ -218,7 +218,7 @@ def _ending(words: Sequence[str], stretch: int) -> str:
 
 
 def _told(words: Sequence[str], register: int, length: int) -> Iterator[Judgement]:
-    """Whether each step obeys; `length`: words of a right step."""
+    """Yield the end of each step and whether the step obeys `tell`. length: words of a right step."""
     start, obeys = 0, re.compile(rf"(?: v\d \d(?: [MN]\d+)?){{3}} v{register} \d [OZ]\d+ (?:L\d+|end)$")
     for end, word in enumerate(words, 1):
         if word[0] == "L" or word == "end" or end - start == 2 * length:
@@ -230,8 +230,8 @@ def figures(lines: Sequence[dict[str, Any]], options: TraceOptions) -> dict[str,
     """Compute all figures except bytes.
 
     Args:
-        lines: of the trace file, one per answer, program by program: `prompt` and `said`, in words, and `held`: the share of
-            what the first wrong word follows from that was cached then.
+        lines: lines of the trace file, one per answer, program by program. `prompt` and `said` are words. `held` is the cached
+            share of the sources of the first wrong word when that word was written.
     """
     answers = [judged(line["prompt"], line["said"], options) for line in lines]
     right, words = sum(a.right for a in answers), sum(a.words for a in answers)
@@ -259,7 +259,7 @@ def figures(lines: Sequence[dict[str, Any]], options: TraceOptions) -> dict[str,
 
 
 def _by_distance(judgements: Sequence[Sequence[Judgement]], options: TraceOptions) -> list[dict[str, int]]:
-    """Count the judgements, and the right ones, in each bucket of distances that has any."""
+    """Count the judgements and the right judgements in each bucket of distances. Empty buckets are left out."""
     distances, right = (np.array(x) for x in zip(*itertools.chain(*judgements), (0, False), strict=True))
     result = []
     for start, stop in buckets(options.prompt + options.limit + 1):
@@ -270,7 +270,7 @@ def _by_distance(judgements: Sequence[Sequence[Judgement]], options: TraceOption
 
 
 def _pass_at(outcomes: str, samples: int) -> Iterator[dict[str, Any]]:
-    """pass@k for k above 1, with intervals over programs."""
+    """Yield pass@k for k above 1, with intervals over programs."""
     right = np.array([outcomes[start : start + samples].count("1") for start in range(0, len(outcomes), samples)], np.float64)
     for k in pass_sizes(samples)[1:]:
         shares = pass_at(right, samples, k)

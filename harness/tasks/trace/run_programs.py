@@ -1,4 +1,4 @@
-"""Lets a model run programs under a policy, many side by side, or reads it their right traces.
+"""Running of programs by a model under a policy, many side by side, or reading of their right traces.
 
 Axis letters: B answers side by side, N tokens of a prompt, T words of a trace, V vocabulary.
 """
@@ -19,11 +19,11 @@ from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.harness.tasks.trace.programs import TraceData, figures, sources
 from kvbench.harness.tasks.trace.trace_options import TraceMetrics, TraceOptions
 
-Said = tuple[list[int], float | None]  # an answer's tokens, and `held` of the trace file
+Said = tuple[list[int], float | None]  # an answer's tokens, and its `held` in the trace file
 
 
 def measure(options: TraceOptions, job: Job) -> TraceMetrics:
-    """Get an answer from each program, or several. The trace file gets one line of JSON per answer.
+    """Get one or more answers for each program, and write one line of JSON per answer to the trace file.
 
     Raises:
         MeasurementError: logits are not finite.
@@ -46,20 +46,20 @@ def measure(options: TraceOptions, job: Job) -> TraceMetrics:
 
 
 def _opened(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[Decoder, Tensor]:
-    """A decoder that has read the prompts of some answers, and the logits after them. [B, V]."""
+    """Return a decoder that has read the prompts of some answers, and the logits after the prompts. [B, V]."""
     prompts = torch.from_numpy(job.data.prompts[[number // options.samples for number in numbers]]).to(job.model.device)
     decoder = job.decoder(len(numbers))
     return decoder, decoder.read_prompt(prompts, job.block)
 
 
 def _write(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[list[Said], Decoder, int]:
-    """Write answers, word by word. Returns them, the decoder at the end, and its streams."""
+    """Write answers word by word. Return the answers, the final decoder, and the number of its streams."""
     data: TraceData = job.data
     end = data.tokenizer.convert_tokens_to_ids("end")
     traces = [data.traces[number // options.samples].tolist() for number in numbers]
     answers: list[list[int]] = [[] for _ in numbers]
-    held: dict[int, float | None] = {}  # of the answers that have a wrong word
-    rows = list(range(len(numbers)))  # the answer of each stream
+    held: dict[int, float | None] = {}  # `held` of each answer with a wrong word
+    rows = list(range(len(numbers)))  # answer of each stream
     decoder, logits = _opened(options, job, numbers)
     choose = Sampler([_seed(options, number) for number in numbers], options.temperature, options.top_p)
     for place in range(options.limit):
@@ -80,10 +80,10 @@ def _write(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[lis
 
 
 def _predict(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[list[Said], Decoder, int]:
-    """Read right traces in blocks. Returns the likeliest word at each place, the decoder at the end, and its streams."""
+    """Read right traces in blocks. Return the likeliest word at each place, the final decoder, and the number of its streams."""
     traces = [torch.from_numpy(job.data.traces[number]) for number in numbers]
     decoder, logits = _opened(options, job, numbers)
-    ids = torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(job.model.device)  # nothing of what follows is kept
+    ids = torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(job.model.device)  # padding is dropped below
     parts = [_finite(logits)[:, None].argmax(-1)]
     parts += [_finite(decoder(block)).argmax(-1) for block in ids[:, :-1].split(job.block, 1)]
     likeliest = torch.cat(parts, 1).tolist()  # [B, T]
@@ -91,13 +91,13 @@ def _predict(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[l
 
 
 def _seed(options: TraceOptions, number: int) -> int:
-    """The seed of an answer's words: that of a sample of a program, however many samples and programs there are."""
+    """Return the seed of an answer's words, which depends only on the numbers of the program and the sample."""
     program, sample = divmod(number, options.samples)
     return random.Random(f"{options.sample_seed}/{program}/{sample}").getrandbits(63)
 
 
 def _sources(data: TraceData, program: int, place: int) -> list[int]:
-    """Positions in the stream that a word of a right trace follows from."""
+    """Return the positions in the stream of the sources of a right trace's word."""
     words = data.words(data.prompts[program, data.prefix :].tolist())
     return [data.prefix + source for source in list(sources(Program.from_prompt(words)))[place]]
 

@@ -57,7 +57,7 @@ class TraceOptions(Options):
 
     @property
     def heading(self) -> str:
-        """Includes what makes a program long."""
+        """Heading with the sizes of programs."""
         how = ", right traces read" if self.teacher else f", {self.samples} answers each" if self.samples > 1 else ""
         return f"trace, {self.lines} lines, {self.registers} registers, {self.steps} to {2 * self.steps} steps{how}"
 
@@ -73,7 +73,7 @@ class TraceOptions(Options):
 
     @property
     def longest(self) -> int:
-        """Words of the longest right trace that a program may have."""
+        """Words of the longest possible right trace of a program."""
         return 2 * self.steps * self.step
 
     @property
@@ -83,12 +83,12 @@ class TraceOptions(Options):
 
     @property
     def prompt(self) -> int:
-        """Words of a prompt; all have as many."""
+        """Words of a prompt, equal for all prompts."""
         return prompt_words(self.lines, self.registers, self.tell)
 
 
 class Between(Part):
-    """Right steps or reads between two distances, which are in words."""
+    """Counts of steps or reads between two distances in words."""
 
     from_: Annotated[Count, EXACT] = Field(alias="from", description="smallest distance")
     to: Annotated[Count, EXACT] = Field(description="first distance after the bucket")
@@ -97,7 +97,7 @@ class Between(Part):
 
 
 class PassAt(Part):
-    """The probability that one of `k` answers is right, mean over programs."""
+    """Probability that at least one of `k` answers is right, mean over programs."""
 
     k: Annotated[Positive, EXACT] = Field(description="answers")
     share: Annotated[Share, ANSWERED] = Field(description="the unbiased estimate of Chen et al. 2021")
@@ -106,7 +106,7 @@ class PassAt(Part):
 
 
 class TraceMetrics(QuestionMetrics):
-    """Answers, program by program, and how they went wrong. An answer is right if it is the program's trace, word by word."""
+    """Figures of answers and their errors. An answer is right if it equals the program's trace, word by word."""
 
     pass_at: Annotated[list[PassAt], ANSWERED] = Field(
         default_factory=list,
@@ -134,11 +134,11 @@ class TraceMetrics(QuestionMetrics):
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics per answer")
 
     def headline(self) -> str:
-        """Share of right answers, and their number."""
+        """Return the share of right answers, and the number of answers."""
         return f"solved {self.accuracy:.1%} of {self.questions}"
 
     def question_streams(self, options: TraceOptions, data: DataFacts) -> int | None:
-        """The programs, if each has several answers."""
+        """Return the number of programs if each has several answers, else None."""
         return options.programs if options.samples > 1 else None
 
 
