@@ -1,1 +1,1 @@
-"""Records in, pages and verdicts out. Imports records, never torch."""
+"""Pages and verdicts computed from records. Imports records, never torch."""

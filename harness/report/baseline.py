@@ -1,4 +1,4 @@
-"""Baselines: folders of records that later runs are compared with. Writing one replaces nothing but a baseline."""
+"""Baselines: folders of records with which later runs are compared. Writing a baseline can replace only another baseline."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class MeasuredWith(BaseModel):
 
     Attributes:
         model: hub id, or name of a built-in model.
-        local_model: folder name of a local model; `bench check --model` says where it is.
-        policies: replace the suite's.
-        settings: key=value.
-        device: unless "auto".
+        local_model: folder name of a local model; `bench check --model` gives its path.
+        policies: policies that replace the suite's.
+        settings: changed values of the suite, as "key=value".
+        device: device of the run; None for "auto".
     """
 
     model_config = _STRICT
@@ -52,7 +52,7 @@ class Baseline(BaseModel):
         options: overrides of the suite.
         who: author of the baseline.
         when: ISO 8601, UTC.
-        why: reason for making it, in a sentence.
+        why: reason for the baseline, in a sentence.
         records: hash of each record, by its file in a working folder. A record names the hash of its trace.
         bands: noise bands of latency, by cell id.
     """
@@ -92,7 +92,7 @@ def load(folder: Path) -> tuple[Baseline, list[Record]]:
     """Read a baseline and its records, and check the hash of every record and trace.
 
     Raises:
-        UserError: it is not a baseline, or a record or trace is missing, changed or not listed.
+        UserError: the folder is not a baseline, or a record or trace is missing, changed or not listed.
     """
     baseline, records = parse(folder / FILE), _records(folder)
     hashes = {name: _sha256(record) for name, record in records.items()}
@@ -104,12 +104,12 @@ def load(folder: Path) -> tuple[Baseline, list[Record]]:
 
 
 def store(folder: Path, baseline: Baseline, source: Path) -> None:
-    """Write a baseline to a folder, in place of an old one, which survives an error.
+    """Write a baseline to a folder. An old baseline there is replaced, but survives an error.
 
     Args:
-        folder: where to put it.
-        baseline: its description; `records` is filled in here.
-        source: working folder of its records and traces, on the same file system as `folder`.
+        folder: folder of the baseline.
+        baseline: description of the baseline; `records` is filled in here.
+        source: working folder of the baseline's records and traces, on the same file system as `folder`.
 
     Raises:
         UserError: the folder holds something other than a baseline, or a trace is missing.
@@ -133,10 +133,10 @@ def store(folder: Path, baseline: Baseline, source: Path) -> None:
 
 
 def replaceable(folder: Path) -> Path:
-    """Return the resolved folder, if a baseline may be written there: it is missing, empty, or holds only a baseline.
+    """Return the resolved folder if a baseline may be written there: if it is missing, empty, or holds only a baseline.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the folder holds other files.
     """
     target = folder.resolve()
     if Path.cwd().is_relative_to(target):

@@ -1,4 +1,4 @@
-"""Find the best policy for a model at a budget, over all questions, from the feed alone."""
+"""Search for the best policy for a model at a budget, over all questions, from the feed alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from kvbench.harness.report.feed import answers
 from kvbench.harness.report.feed.question import CONTROL, questions
 from kvbench.harness.report.feed.words import evicting
 
-_MAX_NAMES = 3  # in a sentence
+_MAX_NAMES = 3  # names in a sentence
 
 
 def best_policy(records: Sequence[Record], model: str, budget: int) -> tuple[str, list[str]]:
-    """Return the answer for a model at a budget in tokens, from what was measured.
+    """Find the best policy for a model at a budget in tokens.
 
-    Returns a sentence that names the policy, or the best of each question, and the feed's sentence on each question.
+    Returns:
+        A sentence that names the policy, or the best policy for each question; and the feed's sentence on each question.
     """
     measured, findings = {}, []
     for question in answers(questions(records))["questions"]:
@@ -35,7 +36,7 @@ def best_policy(records: Sequence[Record], model: str, budget: int) -> tuple[str
 
 
 def _head(question: dict[str, Any]) -> str:
-    """Name what is read or asked, in a few words."""
+    """Return a short name of the text or task of a question."""
     once = question["evict"] == evicting("prompt")
     if question["measure"] == "perplexity":
         return "after a prompt" if once else "text"
@@ -44,7 +45,7 @@ def _head(question: dict[str, Any]) -> str:
 
 
 def _sentence(leaders: dict[str, list[str]]) -> str:
-    """Name the policies that lead everywhere, or each question's leaders: those that none beats at 95 % confidence."""
+    """Name the policies that lead in all questions, or each question's leaders, which no policy beats at 95 % confidence."""
     everywhere = [name for name in next(iter(leaders.values())) if all(name in names for names in leaders.values())]
     if len(everywhere) == 1:
         return f"choose {everywhere[0]}: no policy has better quality (95 % confidence)."
@@ -56,7 +57,7 @@ def _sentence(leaders: dict[str, list[str]]) -> str:
 
 
 def _names(names: Sequence[str], conjunction: str) -> str:
-    """Join names; say if the random control is among those that are left out."""
+    """Join names. Long lists are shortened, with a note if the random control is among the names left out."""
     if len(names) <= _MAX_NAMES:
         return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {conjunction} {names[-1]}"
     drawn = ", a random choice among them," if any(name.startswith(CONTROL) for name in names[1:]) else ""

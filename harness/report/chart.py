@@ -47,22 +47,22 @@ _DASHES: tuple[tuple[int, ...], ...] = (
     (10, 2, 2, 2, 2, 2),
     (3, 5),
 )
-_STRIDE = 3  # from one family or variant to the next; prime to the number of shapes and of dashes
+_STRIDE = 3  # shift from one family or variant to the next; coprime to the number of shapes and of dashes
 _PLACES = {policy: (family, place) for family, members in _MEMBERS.items() for place, policy in enumerate(members)}
 _FAMILIES = list(_COLOURS)
-VARIANTS = 4  # of one policy that differ; more begin again
+VARIANTS = 4  # variants of a policy with different marks; further variants reuse the marks
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Mark that a policy is drawn with.
+    """Appearance of a policy in charts.
 
     Attributes:
-        family: that shares its colour.
+        family: family of policies that share the colour.
         light: colour on a light page.
         dark: colour on a dark page.
-        shape: of its points, by Vega's names.
-        dash: lengths of its line's dashes and gaps.
+        shape: Vega's name of the shape of points.
+        dash: lengths of a line's dashes and gaps.
     """
 
     family: str
@@ -73,7 +73,7 @@ class Mark:
 
 
 def mark(policy: str, variant: int = 0) -> Mark:
-    """Return the mark of a policy, which is the same on every page. variant: its number among those with other parameters."""
+    """Return the mark of a policy, which is equal on every page. variant: number of its set of parameters."""
     unknown = ("other", hashlib.sha256(policy.encode()).digest()[0])  # a user's policy
     family, place = _PLACES.get(policy, unknown)
     light, dark = _COLOURS[family]
@@ -83,10 +83,10 @@ def mark(policy: str, variant: int = 0) -> Mark:
 
 
 PICTURES = (".png", ".svg", ".pdf")
-FOLDER = "charts"  # beside the page
+FOLDER = "charts"  # folder beside the page
 VEGA_LITE = "6.4"
 _FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first is bundled with vl-convert, which uses it for the layout
-# Text, lines, and colours of what is not a policy: Okabe and Ito's palette, darkened or lightened for the page's background.
+# Text, lines, and colours of data other than policies: Okabe and Ito's palette, darkened or lightened for the background.
 _INKS = {
     "light": (
         "#24292f",
@@ -107,7 +107,7 @@ class Chart:
 
     Attributes:
         name: file name, without suffix.
-        alt: description for readers who can't see it.
+        alt: description for readers who can't see the chart.
         spec: Vega-Lite, without theme.
     """
 
@@ -117,13 +117,13 @@ class Chart:
 
     @classmethod
     def from_record(cls, record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -> Self:
-        """Make a chart of the records of one suite and model.
+        """Create a chart of the records of one suite and model.
 
         Args:
             record: any of the records.
-            kind: of chart; part of the file name.
-            unique: distinguishes charts of that kind, suite and model.
-            alt: what it shows; `{model}` is replaced by the model's id.
+            kind: kind of chart; part of the file name.
+            unique: text that distinguishes charts of one kind, suite and model.
+            alt: description of the chart; `{model}` is replaced by the model's id.
             spec: Vega-Lite, without theme.
         """
         suite, model = record.cell.suite, record.cell.model.id
@@ -138,7 +138,7 @@ class Chart:
         )
 
     def svg(self, theme: str) -> str:
-        """Draw it. theme: light or dark. The same specification always gives the same text."""
+        """Draw the chart as SVG. Equal specifications give equal text. theme: light or dark."""
         return _svg(json.dumps({**themed(self.spec, theme), "config": config(theme)}))
 
 
@@ -151,37 +151,42 @@ class Page:
 
 
 def by_policy(kind: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Channel that tells policies apart, as on every page; `themed` fills in the marks.
+    """Return the channel that distinguishes policies. `themed` fills in the marks, which are equal on every page.
 
     Args:
         kind: color, strokeDash or shape.
-        pairs: (name in the chart, policy) of each.
+        pairs: (name in the chart, policy) of each policy.
     """
     names = [[name, policy] for name, policy in dict.fromkeys(pairs)]
     return channel("policy", "policy", "nominal", sort=None, scale={"marks": kind, "names": names})
 
 
 def channel(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
-    """Channel of an encoding. kind: quantitative, nominal or ordinal. more: the channel's scale, axis, legend or sort."""
+    """Return a channel of an encoding.
+
+    Args:
+        kind: quantitative, nominal or ordinal.
+        more: scale, axis, legend or sort of the channel.
+    """
     return {"field": field, "type": kind, "title": title, **more}
 
 
 def log_axis(field: str, title: str, *, base: int = 10, padding: int = 0, **axis: Any) -> dict[str, Any]:
-    """Channel on a logarithmic axis.
+    """Return a channel on a logarithmic axis.
 
     Args:
-        field: of the values.
-        title: of the axis, with its unit.
-        base: of the logarithm.
+        field: field of the values.
+        title: title of the axis, with its unit.
+        base: base of the logarithm.
         padding: pixels between the data and the frame.
-        axis: the axis's ticks and labels; six ticks if empty.
+        axis: ticks and labels of the axis; six ticks if empty.
     """
     scale = {"type": "log", "base": base, "nice": False, "padding": padding}
     return channel(field, title, scale=scale, axis=axis or {"format": ",~g", "tickCount": 6})
 
 
 def themed(spec: dict[str, Any], theme: str) -> dict[str, Any]:
-    """Fill in the marks of policies on a light or dark page. All panels of the specification have one scale."""
+    """Fill in the marks of policies for a light or dark page. All panels of the specification share one scale."""
     text, names = json.dumps(spec), dict[str, str]()
 
     def collect(part: dict[str, Any]) -> None:
@@ -204,7 +209,7 @@ def themed(spec: dict[str, Any], theme: str) -> dict[str, Any]:
 
 
 def make_visible(value: Any) -> Any:
-    """Return a copy of the JSON with invisible characters in its strings escaped."""
+    """Return a copy of the JSON with invisible characters removed from its strings."""
     if isinstance(value, dict):
         return {key: make_visible(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -220,11 +225,11 @@ def file_name(description: str, unique: str) -> str:
 
 @lru_cache(maxsize=256)
 def _svg(spec: str) -> str:
-    """Cached, because pages are rendered again when a broken record has to be left out."""
+    """Draw a specification. Drawings are cached, because pages are rendered again when a broken record is left out."""
     import vl_convert
 
     drawn = str(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
-    numbers = dict.fromkeys(re.findall(r'id="gradient_(\d+)"', drawn))  # Vega goes on counting from drawing to drawing
+    numbers = dict.fromkeys(re.findall(r'id="gradient_(\d+)"', drawn))  # Vega's counter continues from drawing to drawing
     new = {number: str(place) for place, number in enumerate(numbers)}
     return re.sub(r"\bgradient_(\d+)\b", lambda match: f"gradient_{new[match[1]]}", drawn)
 
@@ -236,13 +241,13 @@ def page(lines: Iterable[str | Chart]) -> Page:
 
 
 def draw(charts: Iterable[Chart]) -> dict[str, str]:
-    """Light and dark SVGs of the charts, by file name."""
+    """Return light and dark SVGs of the charts, by file name."""
     themes = (("light", ""), ("dark", "-dark"))
     return {f"{chart.name}{end}.svg": chart.svg(theme) for chart in charts for theme, end in themes}
 
 
 def drawing_files(page: str) -> set[str]:
-    """File names of the drawings in a page."""
+    """Return the file names of the drawings in a page."""
     return set(re.findall(rf'(?:src|srcset)="{FOLDER}/([a-z0-9-]+\.svg)"', page))
 
 
@@ -256,10 +261,10 @@ def write(drawings: Mapping[str, str], folder: Path) -> None:
 
 
 def picture(spec: dict[str, Any], path: Path) -> None:
-    """Draw a specification as a file of its own, .png, .svg or .pdf, on white.
+    """Draw a specification to a .png, .svg or .pdf file, on white.
 
     Raises:
-        UserError: the suffix is another, or the file can't be written.
+        UserError: the suffix is unknown, or the file can't be written.
     """
     if path.suffix not in PICTURES:
         raise UserError(f"{path}: a picture is written as {', '.join(PICTURES[:-1])} or {PICTURES[-1]}: change the suffix")
@@ -280,7 +285,7 @@ def picture(spec: dict[str, Any], path: Path) -> None:
 
 
 def config(theme: str) -> dict[str, Any]:
-    """Vega-Lite configuration of a theme: light or dark."""
+    """Return the Vega-Lite configuration of a theme, light or dark."""
     text, line, colours = _INKS[theme]
     return {
         "background": None,

@@ -1,4 +1,4 @@
-"""The summary at the end of a run: a row per policy, which is best and at what price, and what went wrong. Imports no torch."""
+"""Summary at the end of a run: a row per policy, the best policy and its cost, failures and flags. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvbench.harness.report.pairing import describe_tokens, past_training, quest
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.sections import by_machine
 
-_MAX_NAMES = 3  # in a line, before "and 4 more"
-_MAX_TEXTS = 4  # in one table, a column each
-_TOKENS_STEP = 4096  # what a number of tokens is rounded up to
-_TOKENS_BEYOND = 128  # tokens that a stream should have beyond those that fill its cache: a few runs
+_MAX_NAMES = 3  # names in a line, before "and 4 more"
+_MAX_TEXTS = 4  # texts in one table, a column each
+_TOKENS_STEP = 4096  # suggested numbers of tokens are rounded up to a multiple
+_TOKENS_BEYOND = 128  # tokens that a stream should have after its cache has filled: a few runs
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Table:
     """Policies that can be compared with each other.
 
     Attributes:
-        heading: what the rows have in common.
-        head: names of the columns; the first is the policy.
-        lines: one row per policy, as text.
-        notes: the feed's sentences on which policy is best and at what price, and on what the columns mean.
+        heading: properties that the rows share.
+        head: names of the columns; the first column is the policy.
+        lines: cells of each policy's row, as text.
+        notes: the feed's sentences on the best policy and its cost, and explanations of the columns.
     """
 
     heading: str
@@ -47,10 +47,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Closing:
-    """The summary at the end of a run.
+    """Summary at the end of a run.
 
     Attributes:
-        tables: one for most runs; more if the run has several models or texts.
+        tables: a single table for most runs; several if the run has several models or texts.
         troubles: a line for each failure or flag, with the reason.
     """
 
@@ -59,7 +59,7 @@ class Closing:
 
 
 def closing(records: Sequence[Record]) -> Closing:
-    """Summarize a run. records: those of cells that were already finished, too."""
+    """Summarize a run. records: records of all cells, including cells that were already finished."""
     models = grouped(records, lambda record: repr(record.cell.as_json()["model"])).values()
     machines = [named_group for of_model in models for named_group in by_machine(of_model)]
     parts = [
@@ -81,7 +81,7 @@ def closing(records: Sequence[Record]) -> Closing:
 
 
 def _subject(records: Sequence[Record]) -> str:
-    """Text of a table, or its tasks; tasks that are asked in one manner are named together."""
+    """Return the text of a table, or its tasks. Tasks with the same manner of asking are named together."""
     read = next((r for r in records if r.measures(NllMetrics)), None)
     if read is not None:
         prompt = read.cell.options.get("prompt")
@@ -92,7 +92,7 @@ def _subject(records: Sequence[Record]) -> str:
 
 
 def _comparable(records: list[Record]) -> list[list[Record]]:
-    """Split the records of one model and machine into tables, if they have several texts or ways to prompt."""
+    """Split the records of one model and machine into tables if they have several texts or prompt methods."""
     parts = grouped(records, _text_or_prompt)
     if sum(map(bool, parts)) < 2:
         return [records]
@@ -102,9 +102,12 @@ def _comparable(records: list[Record]) -> list[list[Record]]:
 
 
 def _has_overview(records: Sequence[Record]) -> bool:
-    """Return whether a table has a column for each of several texts, beside times or peaks. records: of one model and machine.
+    """Return whether one table has a column for each of several texts, and columns of times or peaks.
 
-    Questions have tables of their own, so a suite with questions has no such table.
+    Questions have separate tables, so a suite with questions has no such table.
+
+    Args:
+        records: records of one model and machine.
     """
     costs = any(record.measures(StepMetrics) or record.measures(PeakMetrics) for record in records)
     asks = any(record.measures(QuestionMetrics) for record in records)
@@ -112,12 +115,15 @@ def _has_overview(records: Sequence[Record]) -> bool:
 
 
 def _texts(records: Sequence[Record]) -> dict[str, Record]:
-    """First record of each text, by the question that makes records comparable."""
+    """Return the first record of each text, by the question that makes records comparable."""
     return {key: group[0] for key, group in grouped((r for r in records if r.measures(NllMetrics)), question).items()}
 
 
 def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
-    """(mode of positions, records) of each table; the mode is empty if no policy has several. References are in all tables."""
+    """Return (mode of positions, records) of each table. References are in all tables.
+
+    The mode is empty if no policy has several modes.
+    """
     modes: dict[tuple[object, ...], set[str]] = {}
     for record in (r for r in records if not is_reference(r)):
         cell = record.cell
@@ -129,7 +135,7 @@ def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
 
 
 def _text_or_prompt(record: Record) -> str:
-    """Its text or way to prompt: records that differ in it never share a column. Empty if the task has neither."""
+    """Return the text or prompt method of a record; empty without either. Records that differ in it never share a column."""
     if record.measures(NllMetrics):
         return question(record)
     options = record.cell.options
@@ -137,7 +143,7 @@ def _text_or_prompt(record: Record) -> str:
 
 
 def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
-    """Table of comparable records. context: of the heading, as in `_costed`."""
+    """Return the table of comparable records. context: parts of the heading, as in `_costed`."""
     policies = _policies(records)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
     together, tasks = Question("perplexity", scored, policies, "", "", ""), {task for row in policies for task in _answered(row)}
@@ -159,7 +165,7 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
 
 
 def _overview(records: Sequence[Record], positions: str, machine: str) -> Table:
-    """A row per policy with its perplexity on each text, its times and its bytes."""
+    """Return a row per policy with its perplexity on each text, its times and its bytes."""
     policies, texts = _policies(records), _texts(records)
     short = [words.text(record).split(",")[0] for record in texts.values()]
     names = short if len(set(short)) == len(short) else [words.text(record) for record in texts.values()]
@@ -175,9 +181,10 @@ def _policies(records: Sequence[Record]) -> list[Row]:
 
 
 def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tuple[str, str, str], notes: Sequence[str]) -> Table:
-    """The table of these columns, those of costs and the status; columns that say nothing are left out.
+    """Return a table of the quality columns, the cost columns and the status. Empty columns are left out.
 
-    context: subject, mode of positions and machine, each empty if all tables of the run have the same.
+    Args:
+        context: subject, mode of positions and machine, each empty if it is equal in all tables of the run.
     """
     capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
     columns = {"policy": short_names(policies), "capacity": [_capacity(row) for row in policies]} | quality | _costs(policies)
@@ -194,7 +201,7 @@ def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tup
 
 
 def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
-    """Return columns of bytes and times. K/V is that of the peaks if any was measured: a text may be read as many streams."""
+    """Return columns of bytes and times. K/V is taken from measured peaks if any, because a text may be read as many streams."""
     peaks = [next((m for r in row.records if (m := r.measured(PeakMetrics))), None) for row in policies]
     times = [None if row.latency is None else row.latency.measured(StepMetrics) for row in policies]
     rates = [None if m is None else m.tokens_per_second for m in times]
@@ -209,7 +216,11 @@ def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _longer_text(records: Sequence[Record]) -> str:
-    """Return the options that give the text an interval, and the time needed; empty if it has one. records: of one text."""
+    """Return the options that give the text an interval, and the time needed; empty if the text has an interval.
+
+    Args:
+        records: records of one text.
+    """
     scored = [(r, metrics) for r in records if (metrics := r.measured(NllMetrics))]
     if not scored:
         return ""
@@ -231,21 +242,21 @@ def _longer_text(records: Sequence[Record]) -> str:
 
 
 def _capacity(row: Row) -> str:
-    """Tokens that it keeps; what somebody else's cache keeps, only its code says."""
+    """Return the number of tokens that a row's policy keeps; "its own" for a third-party cache without a capacity."""
     if row.cell.capacity is not None:
         return f"{row.cell.capacity:,}"
     return "all" if row.records[0].facts.code is None else "its own"
 
 
 def _perplexity(row: Row, nll: float | None) -> str:
-    """Perplexity; a dash where it has a trend, so that its mean depends on where reading stopped."""
+    """Return the perplexity; a dash if it has a trend, because the mean then depends on the length of the text."""
     if nll is None or row.perplexity is None:
         return ""
     return "–" if past_training(row.perplexity) else digits(math.exp(min(nll, 700))) + strided(row.perplexity)
 
 
 def _findings(records: Sequence[Record]) -> list[str]:
-    """The sentences of the feed on the records' texts; on their tasks if they have no text; at equal bytes if formats differ."""
+    """Return the feed's sentences on the records' texts, or on their tasks without a text; at equal bytes if formats differ."""
     data = answers(questions(records))
     answered, formats = data["questions"], data["equal_bytes"]
     if formats:
@@ -260,12 +271,12 @@ def _findings(records: Sequence[Record]) -> list[str]:
 
 
 def _answered(row: Row) -> list[str]:
-    """The tasks whose questions it answered."""
+    """Return the tasks whose questions a row answered."""
     return [repr(r.cell.options) for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
 
 
 def _other_figure(row: Row) -> str:
-    """The figure of a task without its own column, if the row has no other figure."""
+    """Return the figure of a task without a column of its own, if the row has no other figure."""
     if row.nll is not None or row.answers is not None or row.step_ms is not None:
         return ""
     if any(record.measures(PeakMetrics) for record in row.records):
@@ -275,7 +286,7 @@ def _other_figure(row: Row) -> str:
 
 
 def _status(records: Sequence[Record]) -> str:
-    """ok, flagged or failed, and how many of the cells failed."""
+    """Return "ok", "flagged" or "failed", with the number of failed cells if some succeeded."""
     failed = sum(record.status != "ok" for record in records)
     if failed:
         return "failed" if failed == len(records) else f"{failed} of {len(records)} failed"
@@ -292,14 +303,14 @@ def _failures(records: Sequence[Record]) -> list[str]:
 
 
 def _reason(record: Record) -> str:
-    """Reason of a failure, with the place in the code."""
+    """Return the reason of a failure, with the place in the code."""
     error = record.error or Failure(kind="", message="")
     reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
     return f"{reason} ({error.where})" if error.where else reason
 
 
 def _flags(records: Sequence[Record]) -> list[str]:
-    """Describe flags in a line per task and kind; flags of one kind agree up to the first colon or digit."""
+    """Describe flags in a line per task and kind. Flags of one kind agree up to the first colon or digit."""
     flags = (
         (record.cell.task.name, flag, without_folder(record.cell.policy)) for record in records for flag in record.metrics.flags
     )

@@ -1,6 +1,6 @@
-"""Compares records: differences with intervals, a verdict per metric, and tables of them.
+"""Comparison of records: differences with intervals, a verdict per metric, and tables.
 
-Differences are paired wherever both records have the same tokens or questions, so that the noise of the text cancels.
+Differences are paired wherever two records have the same tokens or questions, so that the noise of the text cancels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvbench.harness.report.task_report import plain
 
 
 def speed_up(record: Record, bases: Sequence[Record]) -> str:
-    """Speed-up over the base that was timed in the same rounds, with its interval; empty if there is none."""
+    """Return the speed-up over the base that was timed in the same rounds, with its interval; empty without such a base."""
     ratios = next((r for base in bases if (r := round_ratios(base, record)) is not None), None)
     if ratios is None:
         return ""
@@ -39,7 +39,7 @@ def speed_up(record: Record, bases: Sequence[Record]) -> str:
 
 
 def round_ratios(a: Record, b: Record) -> list[float] | None:
-    """Step time of a over that of b, round by round; None if they were not timed in the same rounds."""
+    """Return the step time of a over that of b in each round; None if the records were not timed in the same rounds."""
     x, y = a.measured(StepMetrics), b.measured(StepMetrics)
     if a is b or x is None or y is None or x.together != y.together:
         return None
@@ -47,15 +47,15 @@ def round_ratios(a: Record, b: Record) -> list[float] | None:
     return ratios
 
 
-# Differences too small to matter: an interval inside the margin is "same".
+# Margins of differences that are too small to matter: an interval inside the margin is "same".
 MARKS = {
     "nll": Compared(0.001, more_is_better=False),
     "accuracy": Compared(0.01, more_is_better=True),
     "score": Compared(0.01, more_is_better=True),
     "step_ms": Compared(0.03, more_is_better=False),
 }
-_BYTES = {name: Compared(0.0, more_is_better=False) for name in ("kv_bytes", "state_bytes")}  # of every task
-_KINDS = (NllMetrics, QuestionMetrics, StepMetrics, PeakMetrics)  # of them, only declared figures are compared besides
+_BYTES = {name: Compared(0.0, more_is_better=False) for name in ("kv_bytes", "state_bytes")}  # compared in every task
+_KINDS = (NllMetrics, QuestionMetrics, StepMetrics, PeakMetrics)  # kinds whose undeclared plain figures are not compared
 COSTS = ("step_ms", *_BYTES)
 _UNCHANGED = (0.0, 0.0)
 _ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
@@ -65,9 +65,9 @@ def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Dif
     """Compare every metric that both records have.
 
     Args:
-        a: reference.
-        b: the record to judge.
-        traces: files of their per-token figures, where available.
+        a: reference record.
+        b: record to judge.
+        traces: files of the records' per-token figures, where available.
     """
     if a.status != "ok" or b.status != "ok":
         verdict: Verdict = "same" if a.status == b.status else "worse" if a.status == "ok" else "better"
@@ -78,14 +78,14 @@ def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Dif
 
 
 def mark_of(metric: str, record: Record) -> Compared | None:
-    """Return how a metric is judged; None if its task does not say whether more is better."""
+    """Return the margin and direction by which a metric is judged; None if its task does not declare the direction."""
     scores = record.measured(ScoreMetrics) if metric == "score" else None
     mark = MARKS.get(metric) or _BYTES.get(metric) or compared(type(record.metrics)).get(metric)
     return mark if mark is None or scores is None else replace(mark, more_is_better=scores.higher_is_better)
 
 
 def _plain_figures(a: Record, b: Record) -> Iterator[Difference]:
-    """Compare the figures that declare which way is better, then bytes; all plain numbers of metrics of no kind."""
+    """Compare the figures that declare a direction, then bytes. For metrics of no kind, compare all plain numbers."""
     x, y = plain(a), plain(b)
     declared = compared(type(b.metrics)) or ({} if isinstance(b.metrics, _KINDS) else x)
     for name in (*(name for name in declared if name not in _BYTES), *_BYTES):
@@ -104,7 +104,11 @@ def _figure(a: Record, b: Record, name: str, x: float, y: float) -> Difference:
 
 
 def _by_sample(a: Record, b: Record, sums: str) -> tuple[Ends | None, str]:
-    """The interval of b's mean minus a's, paired sample by sample, or why there is none. sums: of each sample."""
+    """Return the interval of b's mean minus a's, paired sample by sample, or the reason that there is none.
+
+    Args:
+        sums: name of the list of sums over each sample.
+    """
     ours, theirs = a.measured(SampleMetrics), b.measured(SampleMetrics)
     same_size = ours is not None and theirs is not None and (ours.samples, ours.tokens) == (theirs.samples, theirs.tokens)
     if ours is None or not same_size or a.data.ids_sha256 != b.data.ids_sha256:
@@ -115,13 +119,13 @@ def _by_sample(a: Record, b: Record, sums: str) -> tuple[Ends | None, str]:
 
 
 def largest_difference(traces: Traces) -> float | None:
-    """Largest difference in a token's NLL, in nats; None without two traces of the same length."""
+    """Return the largest difference in a token's NLL, in nats; None without two traces of equal length."""
     off = token_differences(traces)
     return None if off is None else float(off.max(initial=0.0))
 
 
 def token_differences(traces: Traces) -> NDArray[np.float64] | None:
-    """Difference in each token's NLL, in nats, 0 where neither scored it; None without two traces of the same length."""
+    """Return the difference in each token's NLL in nats, 0 where neither trace scored it; None unless lengths are equal."""
     files = [trace for trace in traces if trace is not None]
     if len(files) < 2:
         return None
@@ -129,12 +133,12 @@ def token_differences(traces: Traces) -> NDArray[np.float64] | None:
     if x.shape != y.shape:
         return None
     off = np.abs(x - y)
-    off[np.isnan(x) & np.isnan(y)] = 0.0  # scored by neither
+    off[np.isnan(x) & np.isnan(y)] = 0.0  # tokens scored in neither trace
     return np.where(np.isnan(off), np.inf, off)
 
 
 def setup_changes(a: Record, b: Record, *packages: str) -> str:
-    """Describe the differences in device, threads, instructions, TF32 and package versions; empty if there are none."""
+    """Describe the differences in device, threads, instructions, TF32 and package versions; empty without differences."""
     names = ("device", "threads", "instructions", "tf32")  # older records lack some
     pairs = [(n, getattr(a.facts, n), getattr(b.facts, n)) for n in names]
     pairs += [(n, a.facts.versions.get(n), b.facts.versions.get(n)) for n in packages]
@@ -142,7 +146,7 @@ def setup_changes(a: Record, b: Record, *packages: str) -> str:
 
 
 def nll(a: Record, b: Record, traces: Traces = (None, None)) -> Difference | None:
-    """NLL of a text, paired on the tokens that both scored."""
+    """Compare the NLL of a text, paired on the tokens that both records scored."""
     ours, theirs = a.measured(NllMetrics), b.measured(NllMetrics)
     if ours is None or theirs is None:
         return None
@@ -159,7 +163,7 @@ def nll(a: Record, b: Record, traces: Traces = (None, None)) -> Difference | Non
 
 
 def accuracy(a: Record, b: Record) -> Difference | None:
-    """Share of right answers, paired question by question."""
+    """Compare the share of right answers, paired question by question."""
     ours, theirs = a.measured(QuestionMetrics), b.measured(QuestionMetrics)
     if ours is None or theirs is None or ours.accuracy is None or theirs.accuracy is None:
         return None
@@ -176,9 +180,9 @@ def accuracy(a: Record, b: Record) -> Difference | None:
 def _share_difference(
     a: Record, ours: QuestionMetrics, b: Record, theirs: QuestionMetrics, same_questions: bool
 ) -> tuple[Ends | None, str]:
-    """The interval of b's share of right answers minus a's, if there is one; what was compared, or why there is none.
+    """Return the interval of b's share of right answers minus a's, or None; and the pairing used, or the reason for None.
 
-    Two readings of one cell have the same streams, so what differs is found question by question.
+    Two measurements of one cell have the same streams, so their differences are paired question by question.
     """
     streams = None if same_questions and a.cell_id == b.cell_id else streams_of(b)
     if same_questions and len(ours.outcomes or "") == len(theirs.outcomes or "") > 0:
@@ -192,7 +196,7 @@ def _share_difference(
 
 
 def score(a: Record, b: Record) -> Difference | None:
-    """Scores of questions that are not just right or wrong, paired question by question."""
+    """Compare the scores of questions that are not just right or wrong, paired question by question."""
     ours, theirs = a.measured(ScoreMetrics), b.measured(ScoreMetrics)
     if ours is None or theirs is None or ours.scores is None or theirs.scores is None:
         return None
@@ -209,7 +213,7 @@ def score(a: Record, b: Record) -> Difference | None:
 
 
 def step_time(a: Record, b: Record) -> Difference | None:
-    """Time of a decode step, compared round by round if both were timed in the same rounds."""
+    """Compare the time of a decode step, round by round if both records were timed in the same rounds."""
     ours, theirs = a.measured(StepMetrics), b.measured(StepMetrics)
     if ours is None or theirs is None:
         return None
@@ -219,7 +223,7 @@ def step_time(a: Record, b: Record) -> Difference | None:
 
 
 def _ratio_ends(ours: StepMetrics, theirs: StepMetrics) -> tuple[Ends | None, str]:
-    """The interval of the ratio of their step times, less 1; and what was compared, or why there is none."""
+    """Return the interval of the ratio of step times minus 1, or None; and the pairing used, or the reason for None."""
     if ours.together == theirs.together:
         low, high = median_interval([j / i - 1 for i, j in zip(ours.rounds_ms, theirs.rounds_ms, strict=False)])
         why = "round by round"
@@ -243,7 +247,7 @@ class JudgedMetric:
         return cell_name(self.a, self.b)
 
     def cells(self) -> dict[str, Any]:
-        """The row of the table."""
+        """Return the row of the table."""
         d = self.difference
         interval = "" if d.low is None or d.high is None else f"[{_signed(d.low, d)}, {_signed(d.high, d)}]"
         change = "" if d.change is None else _signed(d.change, d)
@@ -264,7 +268,7 @@ class JudgedMetric:
 
 
 def judge_all(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[JudgedMetric]:
-    """Judge every metric of every pair of the same cell, worst first; of two single records in any case.
+    """Judge every metric of every pair of records of one cell, worst first. Two single records are compared in any case.
 
     Args:
         a: reference records and their folder.
@@ -280,22 +284,22 @@ def judge_all(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]
 
 
 def _differences(a: Record, b: Record, traces: Traces) -> list[Difference]:
-    """Differences of two records; if their figures or traces are invalid, one that says so."""
+    """Return the differences of two records; if their figures or traces are invalid, a difference with the error."""
     try:
         return differences(a, b, traces)
-    except Exception as error:  # whatever is wrong with them, the other pairs are compared
+    except Exception as error:  # after any error, the remaining pairs are still compared
         why = f"can't be compared ({type(error).__name__}: {error})"
         return [Difference("record", None, None, None, None, None, "can't tell", why)]
 
 
 def summary(judged: Sequence[JudgedMetric]) -> str:
-    """Number of each verdict."""
+    """Return the number of each verdict as text."""
     counts = Counter(j.difference.verdict for j in judged)
     return ", ".join(f"{counts[v]} {v}" for v in _ORDER if counts[v])
 
 
 def markdown(judged: Sequence[JudgedMetric], a: str, b: str) -> str:
-    """A comment for a pull request: a table of changes, with unchanged metrics folded."""
+    """Return a comment for a pull request: a table of changes, with unchanged metrics folded."""
     head = ["cell", "metric", md(a), md(b), "change", "95 % interval", "verdict", "why"]
     rows = [[md(value) for value in j.cells().values()] for j in judged]
     changed = [r for r, j in zip(rows, judged, strict=True) if j.difference.verdict != "same"]
@@ -308,7 +312,7 @@ def markdown(judged: Sequence[JudgedMetric], a: str, b: str) -> str:
 
 
 def cell_name(a: Record, b: Record) -> str:
-    """Description of a cell, or of the two that are compared."""
+    """Return the description of a cell, or of the two cells that are compared."""
     contexts, policies = zip(*(_named(r) for r in (a, b)), strict=True)
     return f"{' -> '.join(dict.fromkeys(contexts))}, {' -> '.join(dict.fromkeys(policies))}"
 

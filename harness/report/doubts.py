@@ -1,4 +1,4 @@
-"""Describe doubts about records and faults of rows, in sentences."""
+"""Doubts about records and faults of rows, as sentences."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CLIFF_NATS = math.log(2)  # twice the perplexity
 _MIN_CLIFF_BLOCKS = 4
 FLOOR = 0.5  # share of right answers below which dense says nothing about policies
 _MOST_HELD = 0.9  # share of dense's bytes above which too few tokens were evicted to change every figure
-_GRADED = 10  # questions with a score other than 0 and 1, which chance makes equal to dense's once in a while, but not all
-_ANSWERS, _OF_EACH_KIND = 60, 10  # questions; those among them that dense answers right, and those that it answers wrong
+_GRADED = 10  # questions with a score other than 0 and 1; chance does not make so many scores equal to dense's
+_ANSWERS, _OF_EACH_KIND = 60, 10  # smallest number of questions, and of questions that dense answers right and wrong each
 
 Floats = NDArray[np.float64]
 
 
 def faults(row: Row, others: Sequence[Row]) -> list[str]:
-    """Failures by kind, flags, and the token where a cliff begins."""
+    """Return the failures by kind, the flags, and the token where a cliff begins."""
     problems = []
     for record in row.records:
         if record.status != "ok":
@@ -43,7 +43,7 @@ def faults(row: Row, others: Sequence[Row]) -> list[str]:
 
 
 def cliff(row: Row, others: Sequence[Row]) -> int | None:
-    """Return the first token from which on perplexity stays above twice that of the best other cache; None if there is none.
+    """Return the first token from which on perplexity stays above twice that of the best other cache; None without a cliff.
 
     The other cache is bounded, or was not read past its training length.
     From that token on, the mean NLL difference exceeds log 2 over every stretch of more than `_MIN_CLIFF_BLOCKS` blocks.
@@ -58,7 +58,7 @@ def cliff(row: Row, others: Sequence[Row]) -> int | None:
         return None
     excess, tokens, size = blocks
     if excess[-_MIN_CLIFF_BLOCKS:].sum() <= _CLIFF_NATS * tokens[-_MIN_CLIFF_BLOCKS:].sum():
-        return None  # it ends before the stream does
+        return None  # a cliff must last until the end of the stream
     for start in range(len(excess) - _MIN_CLIFF_BLOCKS):
         means = np.cumsum(excess[start:]) / np.maximum(np.cumsum(tokens[start:]), 1)
         if means[_MIN_CLIFF_BLOCKS:].min() > _CLIFF_NATS:
@@ -67,7 +67,7 @@ def cliff(row: Row, others: Sequence[Row]) -> int | None:
 
 
 def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
-    """(NLL of a minus b, tokens) of each block, and the block size; None unless both scored the same long enough text."""
+    """Return (NLL of a minus b, tokens) of each block, and the block size; None unless both scored one long enough text."""
     if question(a) != question(b):
         return None
     ours, theirs = a.measured(NllMetrics), b.measured(NllMetrics)
@@ -80,11 +80,11 @@ def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
 
 
 def with_doubts(records: Sequence[Record]) -> list[Record]:
-    """Return the records, with the doubts about their model, their questions and their eviction among their flags.
+    """Return the records with the doubts about their model, their questions and their eviction added to their flags.
 
     Args:
-        records: of any models. What one record says against its model counts against all of that model, and what dense can't
-            answer against all records of these questions.
+        records: records of any models. A doubt that one record raises about its model is added to all records of the model.
+            Questions that dense can't answer are flagged in all records of the questions.
     """
     questions = [question(record) for record in records]
     dense = {key: r for key, r in zip(questions, records, strict=True) if r.cell.is_dense and r.status == "ok"}
@@ -114,7 +114,7 @@ def _doubts(record: Record) -> Iterator[str]:
 
 
 def _flagged(record: Record, of_model: Sequence[str], dense: Record | None) -> Record:
-    """Return the record with the doubts about it among its flags. dense: of the same questions or text, if there is one."""
+    """Return the record with the doubts added to its flags. dense: record of dense with the same questions or text, if any."""
     if record.status != "ok":
         return record
     score = None if dense is None else dense.measured(ScoreMetrics)
@@ -128,7 +128,7 @@ def _flagged(record: Record, of_model: Sequence[str], dense: Record | None) -> R
 
 
 def _eviction_flags(record: Record, dense: Record | None) -> Iterator[str]:
-    """Yield the flags of a record. dense: of the same questions or text, if there is one."""
+    """Yield flags about a record's eviction. dense: record of dense with the same questions or text, if any."""
     if record.facts.code is not None:
         yield from _not_evicting(record, None if dense is None else dense.metrics.kv_held_bytes)
     if dense is None or record.cell.stored or record.cell.is_dense:
@@ -139,16 +139,16 @@ def _eviction_flags(record: Record, dense: Record | None) -> Iterator[str]:
 
 
 def _not_evicting(record: Record, of_dense: int | None) -> Iterator[str]:
-    """Yield a flag if somebody else's cache holds more than it should. of_dense: bytes that dense holds."""
+    """Yield a flag if a third-party cache holds more than it should. of_dense: bytes that dense holds."""
     held, most, ratio = _held_tokens(record), record.cell.parameters.get("holds"), _ratio(record.cell.parameters)
-    if held is not None and most is not None and held > most + 1:  # the newest token may come on top
+    if held is not None and most is not None and held > most + 1:  # the newest token may be held in addition
         yield f"not evicting: it holds {held:,.0f} tokens per KV head, but should hold {most:,} at most"
     elif ratio and of_dense and (record.metrics.kv_held_bytes or 0) >= of_dense:
         yield f"not evicting: it holds all bytes that dense holds, but should evict {ratio:.0%} of a prompt"
 
 
 def _equal_figures(record: Record, dense: Record) -> str:
-    """Return the figures that equal those of dense, in words; empty if some differ, or if chance may have made them equal."""
+    """Return the name of the figures that all equal dense's; empty if some differ, or if equality may be due to chance."""
     ours, theirs = record.measured(NllMetrics), dense.measured(NllMetrics)
     if ours is not None and theirs is not None:
         return "NLLs" if _same_nll(ours, theirs) else ""
@@ -165,7 +165,7 @@ def _same_nll(ours: NllMetrics, theirs: NllMetrics) -> bool:
 
 
 def _same_answers(ours: QuestionMetrics, theirs: QuestionMetrics) -> bool:
-    """Return whether all questions are scored alike, and are enough of them, not all right or all wrong."""
+    """Return whether all questions have equal scores, and whether there are enough right and wrong answers."""
     if ours.outcomes != theirs.outcomes:
         return False
     if isinstance(ours, ScoreMetrics) and isinstance(theirs, ScoreMetrics) and ours.scores is not None:
@@ -177,7 +177,7 @@ def _same_answers(ours: QuestionMetrics, theirs: QuestionMetrics) -> bool:
 
 
 def _held_tokens(record: Record) -> float | None:
-    """Tokens held at the end, mean over layers and streams; None if the record does not say."""
+    """Return the tokens held at the end, mean over layers and streams; None if the record lacks the bytes or shapes."""
     held, shapes, item = record.metrics.kv_held_bytes, record.facts.kv_shapes, ITEM_BYTES.get(record.cell.model.dtype)
     if not held or not shapes or item is None or record.cell.stored:
         return None
@@ -186,7 +186,7 @@ def _held_tokens(record: Record) -> float | None:
 
 
 def _ratio(parameters: Mapping[str, Any]) -> float | None:
-    """Return the share of a prompt that a press, or the one inside it, evicts."""
+    """Return the share of a prompt that a press, or the press inside it, evicts."""
     if isinstance(parameters.get("compression_ratio"), (int, float)):
         return float(parameters["compression_ratio"])
     inner = parameters.get("press")

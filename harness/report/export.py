@@ -1,4 +1,4 @@
-"""Records as a table with a row per record: what `bench run` prints, and all figures for pandas and spreadsheets.
+"""Records as a table with a row per record: the table of `bench run`, and all figures for pandas and spreadsheets.
 
 Imports no torch.
 """
@@ -35,7 +35,7 @@ class Records(list[Record]):
     def to_frame(self) -> DataFrame:
         """Return rows of `policy`, `capacity`, `model.id`, `task.name`, `parameters.sinks`, `metrics.nll`, `facts.seconds`.
 
-        Lists (buckets, blocks, rounds) are left out: they are in the records.
+        Lists (buckets, blocks, rounds) are left out; the records have them.
         """
         from pandas import DataFrame
 
@@ -87,7 +87,7 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _distinct_names(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:
-    """Return names of tasks or policies, with the options in which those of one name and capacity differ."""
+    """Return names of tasks or policies, with the options in which records of one name and capacity differ."""
     texts = []
     for record in records:
         rivals = [r for r in records if name(r) == name(record)]
@@ -105,7 +105,7 @@ FORMATS = (".parquet", ".csv")
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return one row per record: `model.id`, `task.tokens`, `parameters.sinks`, `metrics.nll`, `facts.device` and so on.
 
-    Lists (buckets, blocks, rounds) are left out: they are in the records.
+    Lists (buckets, blocks, rounds) are left out; the records have them.
     """
     table = []
     for record in records:
@@ -124,10 +124,10 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def write(records: Sequence[Record], path: Path) -> int:
-    """Write the table as Parquet or CSV, by the file's suffix. Returns the number of columns.
+    """Write the table as Parquet or CSV, by the file's suffix. Return the number of columns.
 
     Raises:
-        UserError: the suffix is another, or the file can't be written.
+        UserError: the suffix is unknown, or the file can't be written.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -148,7 +148,7 @@ def write(records: Sequence[Record], path: Path) -> int:
 
 
 def _defused(value: Any) -> Any:
-    """Return text that a spreadsheet won't run as a formula, invisible characters escaped; numbers unchanged.
+    """Return text that a spreadsheet won't run as a formula, with invisible characters removed; numbers unchanged.
 
     Source: OWASP, CSV Injection: put an apostrophe before a leading = + - @, tab or carriage return.
     """

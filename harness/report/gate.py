@@ -1,4 +1,4 @@
-"""The regression gate: are records those of the baseline? Pass, regression, better than before, or not comparable."""
+"""The regression gate: comparison of records with a baseline. Verdict: pass, regression, better than before, not comparable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.harness.report.gate_times import Band
 CODES: dict[State, Exit] = {"regression": Exit.NO, "better": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
 _ORDER: tuple[State, ...] = ("regression", "better", "could not compare", "not compared", "ok")
 _BAD: dict[State, str] = {"regression": "worse", "better": "better", "could not compare": "could not be compared"}
-_FEWEST_COMPARED = 0.75  # of all checks: with fewer, a verdict says little
+_FEWEST_COMPARED = 0.75  # smallest share of checks compared for a verdict
 Measured = tuple[Sequence[Record], Path]  # records, and the folder of their files and traces
 Checks = Sequence[Callable[[Pair], Iterator[Result]]]
 
@@ -28,11 +28,11 @@ class Finding:
 
     Attributes:
         cell: description of the cell.
-        cell_id: its id.
+        cell_id: id of the cell.
         check: status, data, method, trace, exactness, figures, answers, bytes, flags, quality, latency, prompt, speed or memory.
-        state: "better" fails the gate unless that is allowed; "could not compare" fails it; "not compared" doesn't, because
-            the check does not apply on this machine.
-        says: the figures, or the reason.
+        state: result. "better" fails the gate unless allowed. "could not compare" fails the gate. "not compared" does not fail
+            it, because the check does not apply on this machine.
+        says: figures, or reason.
     """
 
     cell: str
@@ -45,14 +45,14 @@ class Finding:
 def check(
     base: Measured, now: Measured, bands: Mapping[str, Band], refused: str = "", checks: Checks = gate_figures.CHECKS
 ) -> list[Finding]:
-    """Run the checks of figures, and those of times and memory, on every cell of the baseline; regressions first.
+    """Run the checks of figures, times and memory on every cell of the baseline. Regressions come first.
 
     Args:
-        base: the baseline's records and their folder.
-        now: the records to judge and their folder.
-        bands: the baseline's latency bands, by cell id.
-        refused: why the model is now refused, so that nothing was measured; empty if it is not.
-        checks: of figures.
+        base: records of the baseline and their folder.
+        now: records to judge and their folder.
+        bands: latency bands of the baseline, by cell id.
+        refused: reason that the model is now refused, so that nothing was measured; empty if it is not refused.
+        checks: checks of figures.
     """
     missing: Result = ("status", "could not compare", "the cell has no record: measure it")
     if refused:
@@ -81,11 +81,11 @@ def _results(pair: Pair, bands: Mapping[str, Band], checks: Checks) -> Iterator[
 
 
 def exit_code(findings: Sequence[Finding], allow_better: bool = False) -> Exit:
-    """Return the verdict.
+    """Return the verdict as an exit code.
 
     Returns:
         NO for a regression, or for a figure that is better than its band; NOT_COMPARABLE if any check or all cells could not be
-        compared; TOO_FEW_COMPARED if most are good, but too few apply on this machine; else OK.
+        compared; TOO_FEW_COMPARED if nothing failed, but too few checks apply on this machine; else OK.
     """
     codes = {CODES.get(f.state, Exit.OK) for f in findings if not (allow_better and f.state == "better")}
     code = next((code for code in (Exit.NO, Exit.NOT_COMPARABLE) if code in codes), None)
@@ -113,13 +113,13 @@ def verdict(findings: Sequence[Finding], allow_better: bool = False) -> str:
 def remeasure(
     findings: Sequence[Finding], base: Sequence[Record], bands: Mapping[str, Band], measure: Callable[..., Sequence[Record]]
 ) -> list[Finding]:
-    """Measure again what looked slower, faster, larger or smaller, until two of three measurements agree.
+    """Measure cells again that were slower, faster, larger or smaller, until two of three measurements agree.
 
     Args:
-        findings: of the first run.
-        base: the baseline's records.
-        bands: its latency bands.
-        measure: measures the cells of these ids again, with the cells they are compared with.
+        findings: findings of the first run.
+        base: records of the baseline.
+        bands: latency bands of the baseline.
+        measure: function that measures the cells with given ids again, with the cells they are compared with.
     """
     differing = [f for f in findings if f.check in gate_times.CHECKS and f.state in ("regression", "better")]
     repeats = {(f.cell_id, f.check): [f] for f in differing}
@@ -134,7 +134,7 @@ def remeasure(
 
 
 def _majority(repeats: Sequence[Finding]) -> Finding | None:
-    """Return a finding that two measurements agree on, or the last of three; None if another measurement is needed."""
+    """Return a finding on which two measurements agree, or the last of three; None if another measurement is needed."""
     states = [f.state for f in repeats]
     agreed = next((f for f in reversed(repeats) if states.count(f.state) >= 2), None)
     return agreed or (repeats[-1] if len(repeats) >= 3 else None)

@@ -1,4 +1,4 @@
-"""The gate's checks of figures: every figure by its rule, and traces token by token and answer by answer."""
+"""Checks of figures in the gate: every figure by its rule, and traces token by token and answer by answer."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from kvbench.harness.report.verify import equal, problems, short
 
 State = Literal["ok", "better", "regression", "could not compare", "not compared"]
 Result = tuple[str, State, str]  # (check, state, figures)
-Name = tuple[str, ...]  # of a figure in a record: ("metrics", "buckets", "3", "nll")
+Name = tuple[str, ...]  # name of a figure in a record: ("metrics", "buckets", "3", "nll")
 
 MAX_TOKEN_NATS = 1e-3  # difference of one token's NLL, in float32 on the same machine
-# Share of tokens, or of questions, that another CPU may change where a policy keeps what it computes to be important: a token
-# that rounding keeps instead of another changes what comes after it. Three ways to round, with one and two threads, changed none.
+# Share of tokens, or of questions, that another CPU may change under a policy that keeps tokens by computed importance. If
+# rounding changes a kept token, the figures of later tokens change. Three roundings, with one and two threads, changed none.
 MAX_MOVED = 0.05
 _MAX_SHOWN = 3  # differences in one finding
-_BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks
+_BY_POSITION = ("closed form", "windows run afresh")  # methods of reading blocks
 _MODEL_INDEPENDENT = ("stream", "question", "gold", "target", "weight")  # fields of an answer
 _SLOW_METHODS = ("walk", "plain", "eager")  # in `method` and `step`
 _BUSY_FLAG_PREFIX = "unsettled"
 _NUMBER = re.compile(r"\d[\d.,]*")
-_TIMING_REFUSALS = ("a step takes", "a block takes")  # such a refusal depends on how busy the machine was
+_TIMING_REFUSALS = ("a step takes", "a block takes")  # refusals that depend on the load of the machine
 _STATES: dict[Verdict, State] = {"worse": "regression", "better": "better", "same": "ok", "can't tell": "ok"}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Records of a cell: the baseline's and the one to judge.
+    """Two records of a cell: the baseline's record and the record to judge.
 
     Attributes:
-        base: the baseline's record.
-        now: the record to judge.
-        folders: of the two records and their traces.
+        base: record of the baseline.
+        now: record to judge.
+        folders: folders of the two records and their traces.
         run: all records of the run that measured `now`.
         base_run: all records of the baseline.
     """
@@ -65,29 +65,29 @@ class Pair:
 
     @cached_property
     def rounding_differs(self) -> str:
-        """Why figures may differ by more than rounding in float32; empty if they may not."""
+        """Reason that figures may differ by more than rounding in float32; empty if they may not."""
         return self.setup_changes or ("" if self.base.cell.model.dtype == "float32" else "not float32")
 
     @cached_property
     def between_cpus(self) -> bool:
-        """Whether float32 was rounded otherwise, by another CPU or another number of its threads, and nothing else differs."""
+        """Whether the records differ only in the rounding of float32, due to another CPU or another number of threads."""
         cpus = all(r.facts.instructions and not r.facts.instructions.startswith("sm_") for r in (self.base, self.now))
         return bool(self.setup_changes) and cpus and self.base.cell.model.dtype == "float32"
 
     @property
     def by_position(self) -> bool:
-        """Whether the policy keeps tokens by their positions alone, so that rounding can't change which."""
+        """Whether the policy keeps tokens by their positions alone, so that rounding can't change the kept tokens."""
         return self.base.facts.method in _BY_POSITION
 
     @cached_property
     def traces(self) -> Traces:
-        """Traces: figures per token or question. The baseline's stands in for a missing one of the same hash."""
+        """Traces with figures per token or question. The baseline's trace replaces a missing trace of equal hash."""
         base, now = find_trace(self.base, self.folders[0]), find_trace(self.now, self.folders[1])
         return base, base if now is None and self.base.trace == self.now.trace else now
 
 
 def figures(record: Record) -> Iterator[tuple[Name, Any]]:
-    """Yield every plain value of a record's metrics, data and facts, with its name; an empty list or mapping is a value too."""
+    """Yield every plain value of a record's metrics, data and facts, with its name. An empty list or mapping is a value, too."""
     for part in ("metrics", "data", "facts"):
         yield from _leaves((part,), getattr(record, part).as_json())
 
@@ -121,7 +121,7 @@ def unusable(pair: Pair) -> Result | None:
 
 
 def _by_rule(pair: Pair) -> Iterator[Result]:
-    """Compare every figure by its rule; a finding per check, with the figures that changed."""
+    """Compare every figure by its rule. Yield a result per check, with the figures that changed."""
     if not plugins.known_task(pair.base.cell.task.name):
         yield "figures", "could not compare", f"the task {pair.base.cell.task.name} is not installed: install it to compare"
         return
@@ -143,7 +143,7 @@ def _applies(rule: Checked, pair: Pair) -> bool:
     if rule.scope == "bounded":
         return pair.base.cell.capacity is not None
     if rule.scope == "same machine" and rule.check != "answers" and pair.between_cpus and pair.by_position:
-        return True  # what a mean or a sum may move by is more than another CPU moves it
+        return True  # the tolerances of means and sums exceed the differences between CPUs
     return rule.scope == "everywhere" or not pair.rounding_differs
 
 
@@ -160,7 +160,7 @@ def _consistent(pair: Pair) -> Iterator[Result]:
 
 
 def _exactness(pair: Pair) -> Iterator[Result]:
-    """Compare every token's NLL. Where rounding differs, a policy may keep another token here and there."""
+    """Compare every token's NLL. Where rounding differs, a policy may keep a few other tokens."""
     if pair.base.measured(NllMetrics) is None:
         return
     try:
@@ -213,7 +213,7 @@ def _lines(trace: TraceFile | None) -> list[dict[str, Any]] | None:
 
 
 def _changed(base: list[dict[str, Any]], now: list[dict[str, Any]], keys: tuple[str, ...] = ()) -> list[str]:
-    """Describe the first change in each changed question's line. keys: to compare; without them, all keys of the baseline."""
+    """Describe the first change in each changed question's line. keys: keys to compare; empty: all keys of the baseline."""
     changes = {
         number: f"question {number}: {key} {short(a.get(key))} -> {short(b.get(key))}"
         for number, (a, b) in enumerate(zip(base, now, strict=True))
@@ -224,7 +224,7 @@ def _changed(base: list[dict[str, Any]], now: list[dict[str, Any]], keys: tuple[
 
 
 def _method(pair: Pair) -> Iterator[Result]:
-    """Check that tokens are still read by a fast method; the plain walk gives the same numbers, but slowly."""
+    """Check that tokens are still read by a fast method. The plain walk gives the same numbers, but slowly."""
     base, now = pair.base.facts, pair.now.facts
     if base.method is None:
         return
@@ -268,7 +268,7 @@ def _quality(pair: Pair) -> Iterator[Result]:
 
 
 def _first(items: Sequence[str]) -> str:
-    """Return the first few items; empty if there are none."""
+    """Return the first few items as text; empty without items."""
     more = f"; and {len(items) - _MAX_SHOWN} more" if len(items) > _MAX_SHOWN else ""
     return "; ".join(items[:_MAX_SHOWN]) + more
 

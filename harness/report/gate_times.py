@@ -1,9 +1,9 @@
-"""The gate's checks of what a busy machine can disturb: step times, speed of evaluation, peak memory.
+"""Checks of figures that a busy machine can disturb in the gate: step times, speed of evaluation, peak memory.
 
 Times are compared as ratios: a policy's step to dense's, dense's step and the first token to the model's own forward pass, the
 speed of an evaluation to the calibration step of the same run. A step's ratio must lie in the noise band that a baseline learnt
-from several runs. What looks worse or better is measured again, and the majority of three decides. Better is no pass: a clock
-that misses half of the work looks like it, too.
+from several runs. Cells with worse or better ratios are measured again, and the majority of three measurements decides. A better
+ratio does not pass, because a clock that misses half of the work gives a better ratio, too.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvbench.harness.report.task_report import task_of
 CHECKS = ("latency", "prompt", "speed", "memory")
 # Half-widths of bands are in log ratio.
 _HALF_WIDTH_SDS = 4
-_MIN_HALF_WIDTH = 0.10  # a machine's speed varies from day to day
-_MIN_HALF_WIDTH_DENSE = 0.40  # its yardstick runs other code; a regression must still show at twice the time
+_MIN_HALF_WIDTH = 0.10  # allows for a machine's speed on different days
+_MIN_HALF_WIDTH_DENSE = 0.40  # dense's yardstick runs other code; a regression to twice the time must still be detected
 _HALF_WIDTH_OF_ONE_RUN = 0.30  # one run has no spread
 # Largest allowed ratios of a time to the baseline's, each divided by its yardstick.
 MAX_EVALUATION_SLOWDOWN = 4.0
 MAX_PROMPT_SLOWDOWN = 3.0
-# Other work takes the processor away for moments whose length has nothing to do with that of an evaluation. So a second is
-# allowed beside the ratio: unchanged cells of less than a second took up to 4.1 times as long on a busy machine.
+# Interruptions by other work do not get longer with an evaluation, so a second is allowed in addition to the ratio. Unchanged
+# cells of less than a second took up to 4.1 times as long on a busy machine.
 INTERRUPTION_SECONDS = 1.0
-# Allowed bytes: (factor on the baseline's, bytes more, and bytes fewer, for varying pages).
+# Allowed bytes: (factor on the baseline's bytes, bytes more, bytes fewer); the bytes allow for varying numbers of pages.
 _BYTES_ALLOWANCE = {
     "peak_bytes": (1.5, 2**20, 2**19),
     "growth_bytes": (1.5, 2**20, math.inf),
@@ -42,13 +42,13 @@ _BYTES_ALLOWANCE = {
 
 
 class Band(BaseModel):
-    """Range of the ratio of a cell's step time to its yardstick's, while nothing changes.
+    """Range of the ratio of a cell's step time to its yardstick's in runs of unchanged code.
 
     Attributes:
         ratio: median over the runs.
-        low: lower end.
-        high: upper end.
-        runs: number of runs it was learnt from.
+        low: lower end of the range.
+        high: upper end of the range.
+        runs: number of runs from which the band was learnt.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -66,7 +66,7 @@ class Band(BaseModel):
 
 
 def learn_bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
-    """Return bands by cell id, from runs between which nothing changed. runs: the latency records of each run."""
+    """Return bands by cell id, learnt from runs of unchanged code. runs: latency records of each run."""
     bands = {}
     for cell_id, is_dense in {r.cell_id: r.cell.is_dense for run in runs for r in run}.items():
         logs = [math.log(x) for run in runs for r in run if r.cell_id == cell_id and (x := ratio(r, run)) is not None]
@@ -81,11 +81,11 @@ def learn_bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
 def ratio(record: Record, run: Sequence[Record]) -> float | None:
     """Return the median over rounds of a step's time divided by its yardstick's; None if the run has no yardstick.
 
-    The yardstick of dense is the model's own forward pass, that of other policies is dense.
+    The yardstick of dense is the model's own forward pass; the yardstick of other policies is dense.
 
     Args:
-        record: a latency record.
-        run: all records of its run.
+        record: latency record.
+        run: all records of the record's run.
     """
     ours = record.measured(StepMetrics)
     if ours is None:
@@ -124,7 +124,7 @@ def _latency(pair: Pair, band: Band | None) -> Result:
 
 
 def _state(value: float, low: float, high: float) -> State:
-    """Return the state of a figure of which less is better, by its limits."""
+    """Return the state of a figure by its limits. A smaller figure is better."""
     return "regression" if value > high else "better" if value < low else "ok"
 
 
@@ -137,21 +137,21 @@ def _prompt(pair: Pair) -> Iterator[Result]:
 
 
 def _evaluation(pair: Pair) -> Result:
-    """Compare the speed of an evaluation; of a short one, seconds are allowed beside the ratio."""
+    """Compare the speed of an evaluation. A second is allowed in addition to the ratio, for short evaluations."""
     base, now = _tokens_per_calibration(pair.base, pair.base_run), _tokens_per_calibration(pair.now, pair.run)
     if pair.setup_changes or base is None:
         return "speed", "not compared", pair.setup_changes or "the baseline has no calibrated speed of this cell"
     if now is None:
         return "speed", "could not compare", "the new record has no speed or no calibration"
     slowdown, seconds = base / now, pair.now.facts.measured_seconds or math.inf
-    expected_seconds = seconds / slowdown  # the baseline's, at the speed that the machine has now
+    expected_seconds = seconds / slowdown  # the baseline's at the machine's current speed
     slowest = MAX_EVALUATION_SLOWDOWN + INTERRUPTION_SECONDS / expected_seconds
     fastest = 1 / (MAX_EVALUATION_SLOWDOWN + INTERRUPTION_SECONDS / seconds)
     return _slower("speed", slowdown, (fastest, slowest), "calibration steps")
 
 
 def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | None:
-    """Return the tokens read in the time of a calibration step, whose median over the run is robust to interruptions."""
+    """Return the tokens read in the time of a calibration step, the median over the run, which is robust to interruptions."""
     comparable = [r for r in run if not setup_changes(r, record)] or [record]
     speed = record.facts.tokens_per_second
     steps = [r.facts.calibration_ms for r in comparable if r.facts.calibration_ms]

@@ -1,4 +1,4 @@
-"""Keep maps of records: reads the file beside a record, draws it, and works out when each token was evicted. Imports no torch.
+"""Keep maps of records: read the file beside a record, draw it, and compute the eviction step of each token. Imports no torch.
 
 Axis letters: L layers, H KV heads, C columns (steps) of the picture, N positions.
 """
@@ -19,8 +19,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.beside import file_problem
 from kvbench.harness.report import chart
 
-SUFFIX = ".kept.parquet"  # of the file beside the record
-_MAX_COLUMNS, _MAX_BANDS = 64, 128  # of a panel; of a longer stream, fewer steps are drawn, and bands of positions
+SUFFIX = ".kept.parquet"  # suffix of the file beside the record
+_MAX_COLUMNS, _MAX_BANDS = 64, 128  # largest size of a panel; longer streams are drawn with some steps and bands of positions
 _PANEL_PIXELS, _SPACING_PIXELS = 230, 36
 _GREY = "#57606a"
 _STEP_LABELS = {"labelOverlap": True, "labelAngle": 0, "labelExpr": "format(datum.value, ',')"}
@@ -43,14 +43,14 @@ def arrow() -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Map:
-    """A keep map: which positions were held after which step, one entry a position.
+    """A keep map: positions that were held after each step, one entry per position.
 
     Attributes:
-        stream: [n] integers.
-        step: index of the token that had been processed last. [n] integers.
-        layer: [n] integers.
-        head: KV head. [n] integers.
-        position: [n] integers.
+        stream: number of the stream. [n] integers.
+        step: index of the last processed token. [n] integers.
+        layer: number of the layer. [n] integers.
+        head: number of the KV head. [n] integers.
+        position: held position. [n] integers.
     """
 
     stream: NDArray[np.int64]
@@ -64,7 +64,7 @@ class Map:
         """Read the file.
 
         Raises:
-            UserError: it is not a keep map.
+            UserError: the file is not a keep map.
         """
         _, parquet = arrow()
         try:
@@ -73,7 +73,7 @@ class Map:
             counts = np.diff(positions.offsets.to_numpy())
             columns = [np.repeat(table[name].to_numpy(), counts) for name in ("stream", "step", "layer", "head")]
             arrays = [x.astype(np.int64) for x in (*columns, positions.flatten().to_numpy())]
-        except Exception as error:  # pyarrow names no type for what a damaged file may raise
+        except Exception as error:  # pyarrow does not document which errors a damaged file raises
             raise UserError(f"{path}: not a keep map ({type(error).__name__})") from None
         return cls(*arrays)
 
@@ -81,7 +81,7 @@ class Map:
         """Return the part of one stream.
 
         Raises:
-            UserError: there is none.
+            UserError: the keep map lacks the stream.
         """
         part = self.stream == stream
         if not part.any():
@@ -93,11 +93,11 @@ def map_file(record: Record, folder: Path) -> Path:
     """Return the file of a record's keep map.
 
     Args:
-        record: of the cell.
-        folder: that holds the record's file.
+        record: record of the cell.
+        folder: folder of the record's file.
 
     Raises:
-        UserError: the record has none, or the file is missing or has changed.
+        UserError: the record has no keep map, or the file is missing or has changed.
     """
     fact = record.facts.keep_map
     if fact is None:
@@ -110,17 +110,17 @@ def map_file(record: Record, folder: Path) -> Path:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """Return the table: {"stream", "step", "layer", "head", "positions"}, by step, layer, stream and head."""
+    """Return the rows {"stream", "step", "layer", "head", "positions"}, ordered by step, layer, stream and head."""
     _, parquet = arrow()
     table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     return table
 
 
 def evictions(kept: Map) -> NDArray[np.int32]:
-    """Return the step after which each token was evicted; the number of steps if it never was. [L, H, N].
+    """Return the step after which each token was evicted; the number of steps for tokens never evicted. [L, H, N].
 
     Args:
-        kept: of one stream, with every step.
+        kept: keep map of one stream, with every step.
 
     Raises:
         UserError: a step is missing, or the layers have different numbers of KV heads.
@@ -131,17 +131,17 @@ def evictions(kept: Map) -> NDArray[np.int32]:
     layers, heads = int(kept.layer.max()) + 1, int(kept.head.max()) + 1
     if len(np.unique(kept.layer * heads + kept.head)) != layers * heads:
         raise UserError("only a model with the same number of KV heads in every layer can be replayed")
-    last = np.tile(np.arange(steps) - 1, (layers, heads, 1))  # held for the last time; a token may go at its own step
+    last = np.tile(np.arange(steps) - 1, (layers, heads, 1))  # a token may be evicted at its own step
     np.maximum.at(last, (kept.layer, kept.head, kept.position), kept.step)
     return (last + 1).astype(np.int32)
 
 
 def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[int]:
-    """Return the capacities that the record's layers were bound to: the cell's, and that of layers with a sliding window.
+    """Return the capacities to which the record's layers were bound: the cell's, and smaller ones of sliding-window layers.
 
     Args:
-        record: of the cell.
-        evicted: `evictions` of its map. [L, H, N].
+        record: record of the cell.
+        evicted: `evictions` of the record's keep map. [L, H, N].
 
     Raises:
         UserError: KV heads kept different numbers of tokens.
@@ -158,7 +158,7 @@ def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[in
 
 
 def specification(kept: Map, title: str) -> dict[str, Any]:
-    """Vega-Lite: a panel a layer; position against step, shaded by the share of KV heads that hold the position."""
+    """Return a Vega-Lite specification with a panel per layer: position against step, shaded by the share of KV heads."""
     layers = int(kept.layer.max()) + 1
     scale = {"domain": [0, 1], "range": _SHADES, "interpolate": "rgb"}
     panel = {
@@ -186,10 +186,12 @@ def specification(kept: Map, title: str) -> dict[str, Any]:
 
 
 def shares(kept: Map) -> tuple[NDArray[np.float64], list[int], int]:
-    """Share of the KV heads that hold a position, the largest of a band, so that one token among many is seen.
+    """Return the share of the KV heads that hold a position, as the largest share of a band of positions.
+
+    The maximum keeps a single held token of a band visible.
 
     Args:
-        kept: of one stream.
+        kept: keep map of one stream.
 
     Returns:
         Shares [L, C, bands], the steps of the C columns, the last one included, and the number of positions in a band.
@@ -210,9 +212,9 @@ def shares(kept: Map) -> tuple[NDArray[np.float64], list[int], int]:
 
 
 def _bars(held: NDArray[np.float64], columns: list[int], width: int) -> Iterator[dict[str, Any]]:
-    """Yield the bars of all panels: what has been read, then bands of positions that are held, neighbours of one shade joined.
+    """Yield the bars of all panels: tokens that have been read, then held bands of positions. Equal neighbours are joined.
 
-    The arguments are those that `shares` returns.
+    The arguments are the results of `shares`.
     """
     for layer, of_layer in enumerate(held):
         for step, of_step in zip(columns, of_layer, strict=True):

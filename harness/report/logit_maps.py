@@ -1,4 +1,4 @@
-"""Maps of mean attention logits, which the task `attention` keeps beside its records."""
+"""Maps of mean attention logits, which the task `attention` stores beside its records."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[i
     """Return the mean logits in a record's trace. [L, M, M].
 
     Args:
-        record: of the task attention.
-        folder: of its file.
-        head: whose logits; the mean of all when None.
-        layers: that must be there.
+        record: record of the task attention.
+        folder: folder of the record's file.
+        head: head whose logits are returned; None: the mean over all heads.
+        layers: layers that the trace must have.
 
     Raises:
-        UserError: it has no such trace, layer or head.
+        UserError: the record has no such trace, layer or head.
     """
     if record.cell.task.name != "attention" or record.status != "ok":
         raise UserError(f"{record.stem}: it has no maps: it is no finished cell of the task attention")
@@ -50,12 +50,12 @@ def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[i
 
 
 def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict[str, Any]:
-    """Vega-Lite: mean logits among the first tokens, a panel a layer.
+    """Return a Vega-Lite specification of mean logits among the first tokens, with a panel per layer.
 
     Args:
-        logits: of one head, or means over heads. [L, M, M].
-        layers: to draw.
-        title: of the picture.
+        logits: logits of one head, or means over heads. [L, M, M].
+        layers: layers to draw.
+        title: title of the picture.
     """
     axis = {"labelOverlap": True, "labelAngle": 0, "ticks": False}
     panels = [
@@ -87,6 +87,6 @@ def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict
 
 
 def _logit_scale(logits: NDArray[np.float32]) -> dict[str, Any]:
-    """Scale of signed logits: two colours that meet at 0."""
+    """Return the scale of signed logits, with two colours that meet at 0."""
     most = float(np.nanmax(np.abs(logits))) or 1.0
     return {"domain": [-most, most], "scheme": "redblue", "domainMid": 0}

@@ -1,4 +1,4 @@
-"""Quality that policies lose: at each budget of a question with intervals, and over the bytes held in any format of K and V."""
+"""Charts of lost quality: at each budget of a question with intervals, and over the bytes held in any format of K and V."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.report import chart
 
 _FORMATS = (*chart.SHAPES, "arrow", "wedge", "stroke")
-_FAR = 8  # times the next largest loss: a policy that loses more is left out, and named beneath
+_FAR = 8  # a policy is left out if its loss exceeds the next smaller one by this factor
 _NEAR_ZERO = 0.05
 SIZE = {"width": 300, "height": 240}
 _TICKS = [1 / 2**halvings for halvings in range(8)]
-_MOST_LOST = 25  # % of perplexity; a cache that loses more is left out, and the axis says so
+_MOST_LOST = 25  # % of perplexity; a cache that loses more is left out, and the title of the axis has the limit
 
 
 def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
-    """Draw a line per policy, or an interval each for a single budget. None if no policy has a loss with an interval.
+    """Draw a line per policy, or an interval per policy for a single budget. None if no policy has a loss with an interval.
 
-    Policies that lose so much that the others would share a line are left out, and beside lines those of a single budget.
+    Policies with losses so large that the other lines would coincide are left out. A chart of lines also leaves out policies with
+    a single budget.
 
     Args:
-        question: of the feed.
-        name: of the file, without suffix.
+        question: question of the feed.
+        name: name of the file, without suffix.
     """
     rows = [
         row
@@ -39,7 +40,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
     if not shown:
         return None
-    sizes = {row["capacity"] for row in shown} - {None}  # what the prompt decides has no place on an axis of budgets
+    sizes = {row["capacity"] for row in shown} - {None}  # a budget that the prompt decides has no place on the axis
     several = len(sizes) > 1
     shown = [row for row in shown if row["capacity"] is not None] if sizes else shown
     unit = "perplexity lost to {}, %" if question["measure"] == "perplexity" else "points of right answers lost to {}"
@@ -51,7 +52,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
 
 
 def _typical(losses: list[float]) -> float:
-    """Return the largest loss that is not far beyond the others."""
+    """Return the largest loss that does not exceed the next smaller loss by a factor of `_FAR`."""
     for smaller, larger in itertools.pairwise(losses):
         if larger > _FAR * max(smaller, losses[len(losses) // 2], _NEAR_ZERO):
             return smaller
@@ -73,7 +74,7 @@ def _values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
-    """Loss over the budget, which is labelled in tokens and in bytes of K and V relative to dense's."""
+    """Return the chart of the loss over the budget, labelled in tokens and in bytes of K and V relative to dense's."""
     values = sorted(_values(rows), key=lambda v: (v["policy"], v["capacity"]))
     ticks = {
         f"{v['capacity']:g}": [f"{v['capacity']} tokens", *([f"{v['share']} % of bytes"] if v["share"] else [])] for v in values
@@ -86,7 +87,7 @@ def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
 
 
 def _intervals(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
-    """Interval of each policy, in the order of the table."""
+    """Return the chart of each policy's interval, in the order of the table."""
     y = chart.channel("policy", None, "nominal", sort=None, axis={"labelLimit": 260})
     channels = {kind: {**chart.by_policy(kind, _pairs(rows)), "legend": None} for kind in ("color", "shape")}
     point = {"type": "point", "filled": True, "size": 70, "opacity": 1}
@@ -94,7 +95,7 @@ def _intervals(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, An
 
 
 def _pairs(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Name and policy of each row."""
+    """Return name and policy of each row."""
     return [(row["name"], row["policy"]) for row in rows]
 
 
@@ -109,12 +110,12 @@ def _layers(
     """Draw a line at 0, the interval of each loss, and the losses.
 
     Args:
-        values: of the rows.
-        axis: x or y, along which losses are drawn.
+        values: values of the rows.
+        axis: axis of the losses, x or y.
         lost: channel of the losses.
         across: channel of the other axis.
-        mark: of a loss.
-        channels: that tell policies apart.
+        mark: mark of a loss.
+        channels: channels that distinguish policies.
     """
     ends = {axis: {**lost, "field": "low"}, f"{axis}2": {"field": "high"}}
     zero = {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {axis: lost}}
@@ -126,11 +127,11 @@ def _layers(
 
 
 def over_bytes(equal: dict[str, Any], name: str) -> chart.Chart:
-    """Draw a colour per policy, a shape per format, and the best of each size.
+    """Draw points with a colour per policy and a shape per format, and a line through the best of each size.
 
     Args:
-        equal: an item of the feed's `equal_bytes`.
-        name: of the file, without suffix.
+        equal: item of the feed's `equal_bytes`.
+        name: name of the file, without suffix.
     """
     alt = f"What each policy and format of {equal['model']}, {equal['subject']}, keeps of dense's quality, over the bytes held."
     return chart.Chart(name, alt, chart.make_visible(SIZE | panel(equal)))
@@ -160,7 +161,7 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(row: dict[str, Any], of_text: bool, dtype: str) -> dict[str, Any] | None:
-    """Return a point; None if the row has no share, or lost too much."""
+    """Return a point; None if the row has no share of bytes, or loses more than `_MOST_LOST`."""
     y = _lost(row) if of_text else 100 * row["answers"][0]["share"] if row["answers"] else None
     if y is None or not row["kv_share"] or (of_text and y > _MOST_LOST):
         return None
@@ -179,7 +180,7 @@ def _lost(row: dict[str, Any]) -> float | None:
 
 
 def _front(values: Sequence[dict[str, Any]], less_is_better: bool) -> list[dict[str, float]]:
-    """Return the best quality that any cache of at most so many bytes has."""
+    """Return the best quality of all caches of at most each size. values: points in order of size."""
     front: list[dict[str, float]] = []
     for value in values:
         if not front or ((value["y"] < front[-1]["y"]) == less_is_better and value["y"] != front[-1]["y"]):

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 _UNITS = {"perplexity": "% of perplexity", "answers": "points"}
 _COUNTS = ("capacity", "best_rank", "worst_rank", "kv_bytes")
 _FIGURES = ("loss", "low", "high", "perplexity", "right", "kv_share", "ms")
-_ABOUT = ("suite", "model", "subject")  # of a question, in every frame
+_ABOUT = ("suite", "model", "subject")  # columns about the question in every frame
 
 
 def losses(records: Sequence[Record]) -> DataFrame:
     """Return a row per policy, capacity and question, as in `feed.json`: by budget and rank, then the references.
 
-    `loss`, `low` and `high` are to `reference`, in `unit`; above 0 is worse. `interval` is the same as text, `+2.1 [+1.9, +2.3]`.
-    `perplexity` and `right` (%) are the figures themselves. `kv_share` is of dense's bytes, `ms` is per token. `status` is ok, or
-    what is wrong with the row.
+    `loss`, `low` and `high` are relative to `reference`, in `unit`; above 0 is worse. `interval` has these as text,
+    `+2.1 [+1.9, +2.3]`. `perplexity` and `right` (%) are the figures themselves. `kv_share` is the share of dense's bytes, `ms`
+    the milliseconds per token. `status` is "ok" or the faults of the row.
     """
     from pandas import DataFrame
 
@@ -45,7 +45,7 @@ def losses(records: Sequence[Record]) -> DataFrame:
 
 
 def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
-    """Return the columns of a row. row: of the feed."""
+    """Return the columns of a row. row: row of the feed."""
     best_rank, worst_rank = row["rank"] or (None, None)
     answer = row["answers"][0] if measure == "answers" and row["answers"] else None
     return {
@@ -67,7 +67,7 @@ def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
 
 
 def _loss(lost: dict[str, Any] | None, measure: str) -> dict[str, Any]:
-    """Return a loss of the feed as columns. pdfLaTeX does not know the minus sign of the page."""
+    """Return a loss of the feed as columns, with hyphens for the page's minus signs, which pdfLaTeX does not know."""
     text = "" if lost is None else loss_text(lost).replace("−", "-").replace(" %", "")
     lost = lost or {}
     ends = {name: lost.get(key) for name, key in (("loss", "value"), ("low", "low"), ("high", "high"))}
@@ -76,7 +76,7 @@ def _loss(lost: dict[str, Any] | None, measure: str) -> dict[str, Any]:
 
 
 def _typed(frame: DataFrame) -> DataFrame:
-    """Return the frame with columns of numbers, even where some are missing."""
+    """Return the frame with numeric column types, even if some numbers are missing."""
     kinds = dict.fromkeys(_COUNTS, "Int64") | dict.fromkeys(_FIGURES, "float64")
     return frame.astype({name: kind for name, kind in kinds.items() if name in frame})
 
@@ -84,16 +84,16 @@ def _typed(frame: DataFrame) -> DataFrame:
 def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
     """Return the loss of policy `a` relative to policy `b`, one row per question and budget; above 0, `a` is worse.
 
-    The intervals are those of the page: among the caches of a budget they are corrected for the number of pairs. `loss` is
-    missing where the two can't be paired.
+    The intervals equal those of the page: among the caches of a budget, they are corrected for the number of pairs. `loss` is
+    missing if the two policies can't be paired.
 
     Args:
-        records: of one or several suites.
-        a: a row's name on the page, such as `random (seed 1)`, or a policy's, which means all its rows.
-        b: the same.
+        records: records of one or several suites.
+        a: name of a row on the page, such as `random (seed 1)`, or of a policy, which selects all its rows.
+        b: name of the row or policy with which `a` is compared.
 
     Raises:
-        UserError: no row has that name, or no question has both.
+        UserError: no row has one of the names, or no question has both.
     """
     from pandas import DataFrame
 
@@ -115,7 +115,7 @@ def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
 
 
 def _named(question: Question, name: str) -> list[Row]:
-    """Return the rows of that name; at a capacity without any, the rows of the policy of that name."""
+    """Return the rows with a name; at a capacity without such rows, the rows of the policy with the name."""
     exact = {row.cell.capacity for row in question.rows if question.names[row.id] == name}
     return [
         row
@@ -143,20 +143,20 @@ def _compared(question: Question, row: Row, base: Row) -> dict[str, Any]:
 
 
 def charts(data: dict[str, Any]) -> list[chart.Chart]:
-    """Draw each policy's loss at each budget: a chart per question of the feed whose losses have intervals."""
+    """Draw the loss of each policy at each budget: a chart per question of the feed whose losses have intervals."""
     return [drawn for question in data["questions"] if (drawn := over_budgets(question, question["id"]))]
 
 
 def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf") -> list[Path]:  # noqa: A002 - as in matplotlib
-    """Draw what each policy loses at each budget, a file per question.
+    """Draw the loss of each policy at each budget, in a file per question.
 
     Args:
-        records: of one or several suites.
-        folder: of the files; their names are the questions' ids in `feed.json`.
+        records: records of one or several suites.
+        folder: folder of the files, whose names are the questions' ids in `feed.json`.
         format: pdf, svg or png.
 
     Raises:
-        UserError: there is no such format, or a file can't be written.
+        UserError: the format is unknown, or a file can't be written.
     """
     target = Path(folder).expanduser()
     target.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf
 
 
 def write(drawn: Iterable[chart.Chart], folder: Path, form: str) -> list[Path]:
-    """Write charts to a folder, as files of their own."""
+    """Write each chart to a file in a folder. Return the files."""
     files = {folder / f"{drawing.name}.{form}": drawing for drawing in drawn}
     for path, drawing in files.items():
         chart.picture(drawing.spec, path)

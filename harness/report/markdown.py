@@ -14,20 +14,20 @@ _DEFAULT_AXES = {"evict": "step", "kv": "", "positions": "cache", "limit": None,
 
 
 def model_name(record: Record) -> str:
-    """The model's id, and what its weights were dequantised from."""
+    """Return the model's id, with the quantisation from which its weights were converted, if any."""
     quantised = record.facts.dequantised_from
     return visible(record.cell.model.id + (f" (weights dequantised from {quantised})" if quantised else ""))
 
 
 def task_name(record: Record) -> str:
-    """The task with the options that it shows."""
+    """Return the task's name with the options that it shows."""
     cell = record.cell
     names = cell.options if cell.task.shown is None else cell.task.shown
     return " ".join([cell.task.name, *(f"{k} {cell.options[k]}" for k in names if k in cell.options and k != "name")])
 
 
 def title(record: Record) -> str:
-    """Policy with its parameters, and with evict, kv, positions, limit and seed unless default."""
+    """Return the policy with its parameters, and with evict, kv, positions, limit and seed unless default."""
     cell = record.cell
     extra = [f"{name} {value}" for name, value in cell.settings.items() if value is not None]
     extra += [str(v) if name == "kv" else f"{name} {v}" for name, v in axes(cell).items() if v != _DEFAULT_AXES[name]]
@@ -35,7 +35,7 @@ def title(record: Record) -> str:
 
 
 def short_titles(records: Sequence[Record]) -> list[str]:
-    """Titles with only the settings in which records of one policy and capacity differ."""
+    """Return titles with only the settings in which records of one policy and capacity differ."""
     titles = []
     for record in records:
         cell = record.cell
@@ -48,22 +48,22 @@ def short_titles(records: Sequence[Record]) -> list[str]:
 
 
 def axes(cell: CellSpec) -> dict[str, object]:
-    """Settings besides parameters in which two cells of one policy and capacity can differ, by their names in a suite."""
+    """Return the settings, except parameters, in which cells of one policy and capacity can differ, by their names in a suite."""
     return {"evict": cell.evicts, "kv": cell.stored, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
 
 
 def named(policy: str, settings: Sequence[str]) -> str:
-    """Name of a policy with settings in parentheses."""
+    """Return the name of a policy with settings in parentheses."""
     return visible(f"{policy} ({', '.join(settings)})" if settings else policy)
 
 
 def label(record: Record) -> str:
-    """The escaped title."""
+    """Return the escaped title."""
     return md(title(record))
 
 
 def status(record: Record) -> str:
-    """State of a record: ok, the kind of failure, or the flags."""
+    """Return the state of a record: ok, the kind of failure, or the flags."""
     if record.status != "ok":
         return f"**failed**: {md(record.error.kind if record.error else '?')}"
     flags = record.metrics.flags
@@ -91,18 +91,18 @@ def number(value: Any) -> str:
 
 
 def digits(value: float, count: int = 4) -> str:
-    """Format a number with `count` significant digits, or with all digits before the point; below 0.0001 with an exponent."""
+    """Format a number with `count` significant digits, or all digits before the point. Below 0.0001 it has an exponent."""
     text = f"{value:.{count}g}"
     return f"{value:,.0f}" if "e+" in text else text
 
 
 def bracketed(ends: tuple[float, float] | None, digits: int = 0) -> str:
-    """The ends of a share's interval in percent, after a space; empty without one."""
+    """Return the ends of a share's interval in percent, after a space; empty without an interval."""
     return "" if ends is None else f" [{100 * ends[0]:.{digits}f}, {100 * ends[1]:.{digits}f}]"
 
 
 def percent(share: float, ends: Sequence[float] | None = None) -> str:
-    """Format a share in percent, with the ends of its interval if it has one."""
+    """Format a share in percent, with the ends of its interval if given."""
     interval = "" if ends is None else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
     return f"{100 * share:.1f} %{interval}"
 
@@ -113,7 +113,7 @@ def count(value: Any) -> str:
 
 
 def in_bytes(value: Any) -> str:
-    """Bytes in binary units, with three digits."""
+    """Format bytes in binary units, with three digits; empty unless an integer."""
     if not isinstance(value, int):
         return ""
     size, units = float(value), iter(("B", "KiB", "MiB", "GiB", "TiB"))
@@ -124,11 +124,11 @@ def in_bytes(value: Any) -> str:
 
 
 def cache_bytes(value: Any) -> str:
-    """Bytes of a cache; a dash for a policy that keeps no cache."""
+    """Format the bytes of a cache; a dash for a policy that keeps no cache."""
     return "–" if value == 0 else in_bytes(value)
 
 
 def md(text: object) -> str:
-    """Escape text of a record: it can't become markup, end a table cell or be invisible."""
+    """Escape text of a record, so that it can't become markup, end a table cell or be invisible."""
     flat = " ".join(visible(text).split())
     return re.sub(r"([\\`*_{}\[\]<>|#&~!])", lambda m: f"&#{ord(m[1])};" if m[1] in "<>|&`[]" else f"\\{m[1]}", flat)

@@ -1,9 +1,9 @@
-"""Pair records: which can be compared, over which tokens, and their paired difference.
+"""Pairing of records: comparable records, their common tokens, and their paired difference.
 
-A policy that recomputes its window may score only every `stride`-th token. The others score all tokens and also record
-their sums over every `stride`-th (`on_stride`), so that each can be compared with it. Such a policy never thins the comparison
-of the others. Where cells stop as soon as their interval is narrow (`until`), a column is over the beginning of the text that
-all of them read. docs/statistics.md has the rule ("The same tokens").
+A policy that recomputes its window may score only every `stride`-th token. Other policies score all tokens and also record sums
+over every `stride`-th token (`on_stride`), so that they can be compared with such a policy. Comparisons among the other policies
+still use all tokens. If cells stop as soon as their interval is narrow (`until`), a column is over the beginning of the text that
+all cells read. docs/statistics.md has the rule ("The same tokens").
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FIRST_BUCKET = 256  # positions
 
 
 def question(record: Record) -> str:
-    """Suite, model, task, its version and text; records that agree in them are comparable."""
+    """Return a key of suite, model, task, version of the task, and text. Records with equal keys are comparable."""
     cell = record.cell.as_json()
     parts = [cell["suite"], cell["suite_version"], cell["model"], cell["task"], record.data.ids_sha256]
     return repr([*parts, *task_version(record)])
 
 
 def task_version(record: Record) -> list[str]:
-    """The version of its task; empty for the first."""
+    """Return the version of a record's task in a list, which is empty for the first version."""
     return [] if record.data.task_version is None else [record.data.task_version]
 
 
@@ -45,7 +45,7 @@ def past_training(record: Record) -> bool:
 
 
 def perplexity(record: Record) -> Interval | None:
-    """Mean NLL of the whole stream with its interval; None if not measured."""
+    """Return the mean NLL of the whole stream with its interval; None if not measured."""
     metrics = record.measured(NllMetrics)
     if metrics is None:
         return None
@@ -61,15 +61,16 @@ def perplexity(record: Record) -> Interval | None:
 
 
 def paired(record: Record, base: Record, trend: bool = False) -> Interval | None:
-    """Mean NLL of `record` minus that of `base` in nats per token, on tokens that both scored after the larger cache filled.
+    """Return the mean NLL of `record` minus that of `base`, in nats per token.
 
-    None if they can't be paired, or if one has a trend (then only buckets can be compared). Where reading could stop early, the
-    interval is corrected for the planned looks.
+    The mean is over the tokens that both records scored after the larger cache filled. The result is None if the records can't be
+    paired, or if one has a trend; then only buckets can be compared. If reading could stop early, the interval is corrected for
+    the planned looks.
 
     Args:
         record: minuend.
         base: subtrahend.
-        trend: both have the same trend, which cancels: they are records of one cell.
+        trend: whether both records are of one cell, so that a trend cancels.
     """
     if record is base or question(record) != question(base):
         return None
@@ -84,7 +85,10 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
 
 
 def mean_of(records: Sequence[Record]) -> Record:
-    """The mean of several seeds of a control, run by run: the first record with these sums of NLL. They have the same text."""
+    """Return the first of several records of a control with sums of NLL averaged over the seeds, run by run.
+
+    The records must have the same text.
+    """
     parts = [m for r in records if (m := r.measured(NllMetrics))]
     assert len(parts) == len(records)
     assert len({question(r) for r in records}) == 1
@@ -104,21 +108,23 @@ def mean_of(records: Sequence[Record]) -> Record:
 
 
 def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix: int, looks: int = 1) -> Interval | None:
-    """Mean NLL of one reading of a text minus that of another, on tokens that both scored after the larger cache filled.
+    """Return the mean NLL of one reading of a text minus that of another reading.
+
+    The mean is over the tokens that both readings scored after the larger cache filled.
 
     Args:
         ours: minuend.
         theirs: subtrahend.
-        capacity: of the larger cache, in tokens.
+        capacity: capacity of the larger cache, in tokens.
         prefix: number of tokens that open the text.
-        looks: planned lengths at which reading might have stopped.
+        looks: number of planned lengths at which reading might have stopped.
 
     Returns:
-        In nats per token; None if they scored no tokens in common.
+        Difference in nats per token; None without common scored tokens.
     """
     read = min((m.tokens_read for m in (ours, theirs) if m.tokens_read is not None), default=None)
     a, b = (beginning(m.all_tokens, prefix, read) for m in (ours, theirs))
-    if a.tokens != b.tokens:  # one of them scored only every `stride`-th token
+    if a.tokens != b.tokens:  # one reading scored only every `stride`-th token
         if ours.on_stride is None or theirs.on_stride is None:
             return None
         a, b = (beginning(sums, prefix, read) for sums in (ours.on_stride, theirs.on_stride))
@@ -134,12 +140,12 @@ def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix:
 
 
 def mean_nll(record: Record, capacity: int, read: int | None = None) -> float | None:
-    """Mean NLL over the tokens on which caches of a capacity are compared; None if not measured.
+    """Return the mean NLL over the tokens on which caches of a capacity are compared; None if not measured.
 
     Args:
-        record: of a text.
-        capacity: only tokens after a cache of this size has filled, in tokens. All of them if none is left.
-        read: only of the first `read` tokens; all if None.
+        record: record of a text.
+        capacity: size in tokens of the cache that must have filled. If no token is left, all tokens are used.
+        read: number of first tokens of the text to use; None: all.
     """
     metrics, prefix = record.measured(NllMetrics), len(record.data.prefix)
     if metrics is None:
@@ -152,12 +158,12 @@ def mean_nll(record: Record, capacity: int, read: int | None = None) -> float | 
 
 
 class Units(NamedTuple):
-    """Units that an interval is computed over, after a cache has filled.
+    """Units over which an interval is computed, after a cache has filled.
 
     Attributes:
         nll: sum of NLL in each unit. [n].
-        tokens: in each unit. [n].
-        independent: units are texts, or streams that each begin with an empty cache; else runs of tokens that follow each other.
+        tokens: number of tokens in each unit. [n].
+        independent: whether units are texts, or streams that each begin with an empty cache; else consecutive runs of tokens.
     """
 
     nll: NDArray[np.float64]
@@ -166,17 +172,17 @@ class Units(NamedTuple):
 
 
 def units(blocks: StrideBlocks, capacity: int, stream_tokens: int | None, prefix: int) -> Units:
-    """Texts if there are more than `MIN_BLOCKS`, else streams if there are as many, else runs of tokens.
+    """Return the units: texts if more than `MIN_BLOCKS`, else streams if at least `MIN_BLOCKS`, else runs of tokens.
 
     Args:
         blocks: sums over runs, and over texts.
-        capacity: of the larger cache, in tokens.
+        capacity: capacity of the larger cache, in tokens.
         stream_tokens: tokens of text per stream; None if there is one stream.
         prefix: number of tokens that open the text.
     """
     nll, tokens = sums_of_texts(blocks.texts)
     if len(tokens) > MIN_BLOCKS:
-        return Units(nll[1:], tokens[1:], True)  # the first text is where the caches filled
+        return Units(nll[1:], tokens[1:], True)  # the caches filled during the first text
     nll, tokens = blocks.arrays
     full = after_filling(len(tokens), blocks.size, capacity, stream_tokens, prefix)
     nll, tokens = nll[full], tokens[full]
@@ -198,12 +204,12 @@ def after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None
 
 
 def beginning(sums: StrideBlocks, prefix: int, read: int | None) -> StrideBlocks:
-    """Sums over the first `read` tokens of a text, in whole runs and whole texts; all sums if None.
+    """Return the sums over the first `read` tokens of a text, in whole runs and whole texts.
 
     Args:
-        sums: over runs, and over texts.
+        sums: sums over runs, and over texts.
         prefix: number of tokens that open the text.
-        read: tokens of the text.
+        read: number of tokens of the text; None: all sums.
     """
     if read is None:
         return sums
@@ -215,17 +221,17 @@ def beginning(sums: StrideBlocks, prefix: int, read: int | None) -> StrideBlocks
 
 
 def sums_of_texts(texts: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(sum of NLL, tokens) of each text that has scored tokens."""
+    """Return (sum of NLL, tokens) of each text that has scored tokens. [n] each."""
     nll, tokens = texts.arrays
     return nll[tokens > 0], tokens[tokens > 0]
 
 
 class Common(NamedTuple):
-    """The tokens of a column.
+    """Tokens of a column.
 
     Attributes:
-        stride: distance between them.
-        read: they are among the first `read` tokens of the text; None: all of it, or all that was read of it.
+        stride: distance between the tokens.
+        read: number of first tokens of the text to which the column is limited; None: no limit.
     """
 
     stride: int = 1
@@ -233,7 +239,7 @@ class Common(NamedTuple):
 
     @property
     def are_all(self) -> bool:
-        """Whether each of the records scored nothing but these."""
+        """Whether these are all tokens that each record scored."""
         return self == Common()
 
 
@@ -244,30 +250,30 @@ def scores_all(record: Record) -> bool:
 
 
 def stride_of(record: Record) -> int:
-    """Distance between the tokens that are scored when the window is recomputed."""
+    """Return the distance between the tokens that are scored when the window is recomputed."""
     return int(record.cell.options.get("stride", 1))
 
 
 def strided(record: Record) -> str:
-    """Label of the scored tokens; empty if a record scored all."""
+    """Return the label of the scored tokens; empty if a record scored all."""
     return "" if scores_all(record) else f" (1 token in {stride_of(record)})"
 
 
 def common_tokens(records: Sequence[Record]) -> Common:
-    """The tokens of a column: those that all records scored, but for records that scored only every `stride`-th."""
+    """Return the tokens that all records scored, without regard to records that scored only every `stride`-th token."""
     scored = [r for r in records if r.measured(NllMetrics)]
     read = {r.tokens_read for r in scored} if any(r.metrics.tokens_read for r in scored) else set()
     return Common(1, min(read) if len(read) > 1 else None)
 
 
 def strided_tokens(records: Sequence[Record]) -> Common:
-    """The tokens that all records scored, including those that scored only every `stride`-th."""
+    """Return the tokens that all records scored, including records that scored only every `stride`-th token."""
     stride = next((stride_of(r) for r in records if r.measured(NllMetrics) and not scores_all(r)), 1)
     return common_tokens(records)._replace(stride=stride)
 
 
 def on_common(record: Record, common: Common) -> Record | None:
-    """The record as if it had scored only these tokens; None if it failed or has no sums over them."""
+    """Return the record as if it had scored only these tokens; None if it failed or has no sums over them."""
     if record.status != "ok":
         return None
     if common.are_all:
@@ -309,7 +315,7 @@ def describe_tokens(records: Sequence[Record], common: Common) -> str:
 
 
 def _buckets(metrics: NllMetrics, shared: StrideBlocks) -> list[Bucket]:
-    """Mean NLL by position, bucket ends doubling; none for several streams, whose blocks span different positions."""
+    """Return the mean NLL by position in doubling buckets; empty for several streams, whose blocks span different positions."""
     if metrics.stream_tokens is not None or not metrics.buckets:
         return []
     size, end = shared.size, min(metrics.buckets[-1].to, len(shared.tokens) * shared.size)

@@ -1,6 +1,6 @@
-"""Published tables beside our records of the same cells.
+"""Published tables compared with our records of the same cells.
 
-Each YAML file in `published/` has one table with its source, and for each row and column the values that our record must have.
+Each YAML file in `published/` has one table with its source, and the options of our record for each row and column.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _BUILTIN = Path(__file__).parents[1] / "models/builtin"
 
 
 def _training_curves() -> list[chart.Chart]:
-    """Return loss and attention to the first token over tokens seen, a line per built-in model with a training log.
+    """Return loss and attention to the first token over training tokens, a line per built-in model with a training log.
 
-    A model whose text is no text is left out: its loss compares with none.
+    The model of Bigram-Backcopy is left out, because its loss is not comparable with the loss on text.
     """
     logs = {path.parent.name: path.read_text(encoding="utf-8") for path in sorted(_BUILTIN.glob("*/training.jsonl"))}
     steps = {name: [json.loads(line) for line in text.splitlines()] for name, text in logs.items() if name != "backcopy"}
@@ -32,7 +32,7 @@ def _training_curves() -> list[chart.Chart]:
     loss = [
         {"model": name, "tokens": row["tokens"] / 1e6, "loss": round(row["loss"], 4)}
         for name, rows in steps.items()
-        for row in rows[len(rows) // 50 :]  # without the first steep drop, which would flatten the rest
+        for row in rows[len(rows) // 50 :]  # leave out the steep initial drop, which would flatten the curves
     ]
     attention = [
         {"model": name, "tokens": row["tokens"] / 1e6, "attention": round(row["attention_to_first"]["largest"], 4)}
@@ -101,7 +101,7 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
     figures = [figure for row in rows for figure in row["paper"]]
     wanted = [record for figure, record in zip(figures, itertools.chain(*matches), strict=True) if figure is not None]
     missing = wanted.count(None)
-    suites = published.get("suites") or [published["where"]["suite"]]  # that measure the cells of the table
+    suites = published.get("suites") or [published["where"]["suite"]]  # suites that measure the cells of the table
     commands = "; ".join(f"`bench run {suite}`" for suite in suites)
     devices = sorted({r.facts.device for line in matches for r in line if r is not None})
     head = ["", *(column["label"] for column in columns)]
@@ -119,7 +119,7 @@ def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str
 
 
 def _flat(record: Record) -> dict[str, Any]:
-    """Options of the record's cell, by the names that a suite uses."""
+    """Return the options of a record's cell, by the names that a suite uses."""
     cell = record.cell
     evict = ({} if cell.evicts == "step" else {"evict": cell.evicts}) | ({"kv": cell.stored} if cell.stored else {})
     return {
@@ -142,7 +142,7 @@ def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, An
 
 
 def _value(record: Record | None, published: dict[str, Any]) -> float | None:
-    """Return our figure, on the paper's scale."""
+    """Return our figure on the paper's scale."""
     if record is None or record.status != "ok":
         return None
     value = record.metrics.as_json().get(published["metric"])
@@ -156,7 +156,7 @@ def _ratio(a: Any, b: Any) -> float | None:
 def _cell(
     paper: Any, ours: float | None, record: Record | None, same_model: bool, base: tuple[Any, float | None] | None = None
 ) -> str:
-    """Return "published → ours" with their difference or, given the row's base, both as multiples of that."""
+    """Return "published → ours" with the difference, or with both as multiples of the row's base if given."""
     quoted = f"{paper:,.2f}" if isinstance(paper, float) else f"{paper:,}" if isinstance(paper, int) else str(paper)
     theirs = "" if paper is None else f"*{quoted}{_multiple(paper, base and base[0])}*"
     if ours is None:
@@ -175,7 +175,7 @@ def _multiple(value: Any, base: Any) -> str:
 
 
 def _others(published: dict[str, Any], records: Sequence[Record]) -> list[str]:
-    """Return a table of our records on models that the paper doesn't have. records: of the suites that measure the table."""
+    """Return a table of our records on models without published figures. records: records of the table's suites."""
     known = {published.get("model"), published["where"].get("model"), *(r["match"].get("model") for r in published["rows"])}
     known |= {c.get("match", {}).get("model") for c in published["columns"]}
     rows = []

@@ -1,6 +1,6 @@
-"""Rank policies by paired differences at 95 % confidence, corrected for the number of pairs.
+"""Ranks of policies by paired differences at 95 % confidence, corrected for the number of pairs.
 
-A pair has one interval, and everything that is said of the two follows from it: one beats the other if the interval excludes 0.
+A pair has one interval, from which all statements about the pair follow. One policy beats the other if the interval excludes 0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvbench.harness.report.shares import Stream, count, paired_shares
 
 
 def shared_outcomes(a: Row, b: Row) -> tuple[str, str, Sequence[Stream] | None] | None:
-    """Outcomes of both rows in one order, with the stream of each question; None unless they answered the same questions.
+    """Return the outcomes of both rows in one order, with the stream of each question; None unless the questions are equal.
 
-    An outcome is "1" for a right answer, else "0". The streams are None if every question has a cache of its own.
+    An outcome is "1" for a right answer, else "0". The streams are None if every question has its own cache.
     """
     ours, theirs = ({key: outcomes for key, (_, outcomes) in row.answered.items()} for row in (a, b))
     if not ours or {key: len(outcomes) for key, outcomes in ours.items()} != {key: len(text) for key, text in theirs.items()}:
@@ -33,7 +33,7 @@ def shared_outcomes(a: Row, b: Row) -> tuple[str, str, Sequence[Stream] | None] 
 
 
 def answer_comparison(a: Row, b: Row) -> Comparison | None:
-    """Share of right answers that b loses to a; None unless they answered the same questions."""
+    """Return the share of right answers that b loses to a; None unless the questions are equal."""
     shared = shared_outcomes(b, a)
     return None if shared is None else outcome_comparison(*shared)
 
@@ -41,12 +41,12 @@ def answer_comparison(a: Row, b: Row) -> Comparison | None:
 def outcome_comparison(a: str, b: str, streams: Sequence[Stream] | None) -> Comparison:
     """Compare the right answers to the same questions: b's share minus a's.
 
-    The p-value is that of a sign test over questions (McNemar's test), or over streams.
+    The p-value is from a sign test over questions (McNemar's test), or over streams.
 
     Args:
-        a: outcomes, one "0" or "1" per question; "1" is right.
-        b: outcomes of the other policy.
-        streams: of each question; None if every question has a cache of its own.
+        a: outcomes of the first policy, one "0" or "1" per question; "1" is right.
+        b: outcomes of the second policy.
+        streams: stream of each question; None if every question has its own cache.
     """
     change = (b.count("1") - a.count("1")) / len(a)
     if streams is None:
@@ -59,11 +59,11 @@ def outcome_comparison(a: str, b: str, streams: Sequence[Stream] | None) -> Comp
     gains = np.bincount(stream_numbers, [int(y) - int(x) for x, y in zip(a, b, strict=True)]).astype(np.float64)
     interval = clustered(gains, np.bincount(stream_numbers).astype(np.float64))
     more, fewer = int((gains > 0).sum()), int((gains < 0).sum())
-    agree = (more - fewer) * change > 0  # not if most streams say the opposite of the mean
+    agree = (more - fewer) * change > 0  # most streams have the sign of the mean
     return compared(interval, None if interval.p is None else sign_test(more, fewer) if agree else 1.0)
 
 
-FAMILY_WISE = 0.05  # chance of any false difference among all pairs, if no two differ
+FAMILY_WISE = 0.05  # probability of any false difference among all pairs if no pair differs
 
 Pair = tuple[int, int]
 
@@ -74,8 +74,8 @@ class Change:
 
     Attributes:
         value: the difference.
-        low: lower end of its interval; None if the text is too short for one, or streams are too few.
-        high: upper end.
+        low: lower end of the interval; None if the text is too short for an interval, or streams are too few.
+        high: upper end of the interval.
     """
 
     value: float
@@ -96,12 +96,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pair, before it is known how many are compared.
+    """Comparison of a pair, before correction for the number of pairs.
 
     Attributes:
-        value: as of `Change`.
-        p: two-sided p-value of the hypothesis that the two do not differ; None without an interval.
-        ends: the interval, as one of so many that all hold at once.
+        value: difference, as in `Change`.
+        p: two-sided p-value of the hypothesis that the pair does not differ; None without an interval.
+        ends: returns the interval as one of a number of intervals that all hold at once.
     """
 
     value: float
@@ -109,7 +109,7 @@ class Comparison:
     ends: Callable[[int], Ends | None]
 
     def among(self, comparisons: int = 1) -> Change:
-        """The change with its interval as one of so many."""
+        """Return the change with its interval as one of `comparisons` intervals."""
         return Change(self.value, *(self.ends(comparisons) or (None, None)))
 
 
@@ -120,15 +120,15 @@ def nll_comparison(a: Record, b: Record) -> Comparison | None:
 
 
 def compared(interval: Interval, p: float | None) -> Comparison:
-    """A pair with this interval for what the second loses, and this p-value."""
+    """Return the comparison of a pair, given the interval of the second policy's loss, and the p-value."""
     return Comparison(interval.mean, p, lambda comparisons: interval.among(comparisons).ends)
 
 
 def corrected(comparisons: Mapping[Pair, Comparison]) -> dict[Pair, Change]:
-    """Every change with the interval at the level at which Holm's procedure tests its pair.
+    """Return every change with the interval at the level at which Holm's procedure tests its pair.
 
-    It excludes 0 only if the test finds a difference. Where the test is another than that of the interval, as for answers, the
-    interval is extended to 0 if the test finds none.
+    The interval excludes 0 only if the test finds a difference. For answers, the interval and the test use different methods, so
+    the interval is extended to 0 if the test finds no difference.
 
     Source: Holm 1979, Scandinavian Journal of Statistics 6(2), 65-70.
     """
@@ -150,7 +150,7 @@ def _with_zero(change: Change) -> Change:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, to compare with the family-wise error rate; valid under any dependence.
+    """Return adjusted p-values, to be compared with the family-wise error rate; valid under any dependence.
 
     Source: Holm 1979, Scandinavian Journal of Statistics 6(2), 65-70.
     """
@@ -163,7 +163,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def sign_test(above: int, below: int) -> float:
-    """Two-sided p-value of the hypothesis that differences are as often above 0 as below."""
+    """Return the two-sided p-value of the hypothesis that differences are as often above 0 as below."""
     return min(1.0, 2 * sum(math.comb(above + below, k) for k in range(min(above, below) + 1)) / 2 ** (above + below))
 
 
@@ -171,13 +171,13 @@ Rank = tuple[int, int]  # the best and the worst possible place
 
 
 def ranks(rivals: Collection[int], changes: Mapping[Pair, Change]) -> dict[int, Rank | None]:
-    """Return the rank of each of these policies among them; None if it is comparable with no other.
+    """Return the rank of each policy among `rivals`; None if a policy is comparable with no other.
 
-    A rival that is not comparable may be better or worse, so it widens the rank.
+    A rival that is not comparable may be better or worse, and therefore widens the rank.
 
     Args:
         rivals: numbers of the policies.
-        changes: of comparable pairs, of others too.
+        changes: changes of comparable pairs, which may include pairs outside of `rivals`.
     """
     among = set(rivals)
     known = {pair: change for pair, change in changes.items() if change.low is not None and among.issuperset(pair)}

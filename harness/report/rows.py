@@ -1,4 +1,4 @@
-"""Rows of tables: one policy at one capacity, and the shortest names that tell them apart."""
+"""Rows of tables: one policy at one capacity, and the shortest names that distinguish rows."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 def short_names(policies: Sequence[Row]) -> list[str]:
     """Name each row: policy, settings that differ among rows of its name and capacity, and format if there are several.
 
-    A format says how large a token is, so it tells more than a capacity.
+    The format is shown even if capacities differ, because it determines the size of a token.
     """
     names, formats = [], {row.cell.stored for row in policies}
     for row in policies:
         rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
         alternatives: list[dict[str, object]] = [_settings(r) for r in rivals]
         kept = [key for key in alternatives[0] if len({repr(a.get(key)) for a in alternatives}) > 1]
-        for key in reversed(kept):  # drop what follows from the rest, such as a window from the sinks
+        for key in reversed(kept):  # drop settings that follow from the rest, such as a window from the sinks
             others = [k for k in kept if k != key]
             if len({repr([a.get(k) for k in others]) for a in alternatives}) == len(alternatives):
                 kept = others
         settings = _settings(row)
-        is_axis = row.cell.codec is not None or not row.cell.stored  # that of a cache from elsewhere follows from its parameters
+        is_axis = row.cell.codec is not None or not row.cell.stored  # a third-party cache's format follows from its parameters
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
         shown = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
         names.append(named(without_folder(row.cell.policy), [f"{key} {settings[key]}" for key in shown]))
@@ -39,7 +39,7 @@ def short_names(policies: Sequence[Row]) -> list[str]:
 
 
 def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
-    """Whether a setting is another at every capacity, while that of its rivals is the same at all: half the capacity beside 0."""
+    """Whether a setting varies with the capacity, such as half the capacity, while its rivals share a constant such as 0."""
     values: dict[int | None, set[str]] = {}
     for r in policies:
         if r.cell.policy == row.cell.policy:
@@ -51,30 +51,30 @@ def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
 
 
 def without_folder(name: str) -> str:
-    """The policy's name without the folder of its file."""
+    """Return the policy's name without the folder of its file."""
     path, colon, rest = name.partition(":")
     return f"{Path(path).name}{colon}{rest}"
 
 
 def _settings(row: Row) -> dict[str, object]:
-    """Everything in which two rows of one policy and capacity can differ."""
+    """Return all settings in which two rows of one policy and capacity can differ."""
     return {**row.cell.settings, **axes(row.cell), "kv": row.cell.stored or None}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Policy at a capacity, with all its records of a suite and model on one machine."""
+    """A policy at a capacity, with all its records of a suite and model on one machine."""
 
     records: Sequence[Record]
 
     @cached_property
     def perplexity(self) -> Record | None:
-        """Its first record with NLLs."""
+        """First record with NLLs."""
         return next((r for r in self.records if r.measures(NllMetrics)), None)
 
     @cached_property
     def latency(self) -> Record | None:
-        """Its first record with step times."""
+        """First record with step times."""
         return next((r for r in self.records if r.measures(StepMetrics)), None)
 
     @property
@@ -84,18 +84,18 @@ class Row:
 
     @property
     def cell(self) -> CellSpec:
-        """The cell of its first record; all records agree in it except for the task."""
+        """Cell of the first record. The cells of all records agree, except for the task."""
         return self.records[0].cell
 
     @property
     def nll(self) -> float | None:
-        """Nats per token, over all tokens scored; None if it failed or was not measured."""
+        """Nats per token over all scored tokens; None if the cell failed or was not measured."""
         metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
         return None if metrics is None else metrics.nll
 
     @property
     def stride(self) -> int:
-        """Distance between the tokens that it scored: 1 but for a recomputed window."""
+        """Distance between scored tokens, which exceeds 1 only for a recomputed window."""
         record = self.perplexity
         return 1 if record is None or scores_all(record) else stride_of(record)
 
@@ -115,7 +115,10 @@ class Row:
 
     @cached_property
     def answered_streams(self) -> list[Stream] | None:
-        """The stream of each question, in order; a question with a cache of its own is one, too. None if all are."""
+        """Stream of each question, in order; None if every question has its own cache.
+
+        If some questions share streams, a question with its own cache counts as a stream.
+        """
         streams = {key: streams_of(record) for key, (record, _) in self.answered.items()}
         if not any(streams.values()):
             return None
@@ -124,19 +127,19 @@ class Row:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes of K and V, preferably from the perplexity record; 0 if it keeps no cache."""
+        """Bytes of K and V, preferably from the perplexity record; 0 if the policy keeps no cache."""
         first = [self.perplexity] if self.perplexity is not None else []
         sizes = (r.metrics.kv_bytes for r in [*first, *self.records] if r.status == "ok")
         return next((size for size in sizes if size is not None), None)
 
     @property
     def step_ms(self) -> float | None:
-        """Time of a decode step."""
+        """Milliseconds of a decode step."""
         metrics = self.latency.measured(StepMetrics) if self.latency is not None else None
         return None if metrics is None else metrics.step_ms
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
-    """Return a row per policy and capacity, in the order of the records, which are of one suite, model and machine."""
+    """Return a row per policy and capacity, in the order of the records. The records are of one suite, model and machine."""
     groups = grouped(records, lambda r: repr([r.cell.policy, r.cell.parameters, r.cell.capacity, axes(r.cell)]))
     return [Row(group) for group in groups.values()]

@@ -1,4 +1,4 @@
-"""Records in the order of pages, and tables of them: by task (`report/task_report.py`), and over a pretraining.
+"""Records in the order of pages, and tables of records by task (`report/task_report.py`) and over a pretraining.
 
 Figures of two machines never share a row.
 """
@@ -17,20 +17,20 @@ from kvbench.harness.report.markdown import md, model_name, number, short_titles
 from kvbench.harness.report.pairing import question, strided, task_version
 from kvbench.harness.report.task_report import plain, task_of, titles_of
 
-KEPT = re.compile(r"(.+)-step-(\d+)")  # name of a model that `bench pretrain` keeps on the way
-_FIGURES = {"sink_heads": "sink heads", "hidden_largest": "largest activation"}  # of a task's metrics
+KEPT = re.compile(r"(.+)-step-(\d+)")  # name of an intermediate model that `bench pretrain` keeps
+_FIGURES = {"sink_heads": "sink heads", "hidden_largest": "largest activation"}  # titles of a task's metrics
 _PERPLEXITY = "perplexity"
 
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
-    """The newest record of every cell, grouped by suite and model."""
+    """Return the newest record of every cell, grouped by suite and model."""
     ordered = sorted(newest(list(records)), key=order)
     parts = grouped(ordered, lambda r: repr([r.cell.suite, r.cell.suite_version, r.cell.as_json()["model"]]))
     return [parts[name] for name in sorted(parts)]
 
 
 def order(record: Record) -> tuple[Any, ...]:
-    """Sort key: dense first, then by capacity, recompute before other policies."""
+    """Return the sort key of a record: dense first, then by capacity, recompute before other policies."""
     cell = record.cell
     unusual = cell.positions != usual_positions(cell.evicts)
     first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell.policy, 2)
@@ -49,25 +49,26 @@ def order(record: Record) -> tuple[Any, ...]:
 
 
 def usual_positions(evicts: str) -> str:
-    """The mode that comes first: as public code leaves the keys of a prompt that it cuts, and ranks in an endless stream."""
+    """Return the usual mode of positions: `stream` after a cut prompt, as in public code, and `cache` in an endless stream."""
     return "stream" if evicts == "prompt" else "cache"
 
 
 def on_device(record: Record, among: Sequence[Record]) -> str:
-    """Text " on <device>" if these records were measured on several devices, else empty."""
+    """Return " on <device>" if the records were measured on several devices, else an empty text."""
     return f" on {record.facts.device or 'an unknown device'}" if len({r.facts.device for r in among}) > 1 else ""
 
 
 def row_label(record: Record, among: Sequence[Record]) -> str:
-    """Escaped title of the policy, with the device if these records have several."""
+    """Return the escaped title of the policy, with the device if the records have several."""
     return md(title(record) + on_device(record, among))
 
 
 def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """(name, records) of every machine, sorted by name; the name is empty if there is only one.
+    """Return (name, records) of every machine, sorted by name. The name is empty if there is only one machine.
 
     A machine is a device. If steps were timed on a device with several set-ups (instructions, threads), each set-up is a
-    machine; all of them share the figures of quality, which don't depend on the set-up. Records of quality alone belong together.
+    machine. All machines share the figures of quality, which don't depend on the set-up. Without times and peaks, all records
+    belong to one machine.
     """
     if not any(r.measures(StepMetrics) or r.measures(PeakMetrics) for r in records):
         return [("", list(records))]
@@ -82,13 +83,13 @@ def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
 
 
 def _setup(record: Record) -> str:
-    """Describe the threads and instructions that the time of a step depends on."""
+    """Describe the threads and instructions, on which the time of a step depends."""
     threads, instructions = record.facts.threads, record.facts.instructions
     return ", ".join([*([f"threads {threads}"] if threads else []), *([instructions] if instructions else [])])
 
 
 def headline(record: Record) -> str:
-    """The main figure of a finished cell, in words; empty if it failed."""
+    """Return the main figure of a finished cell as a phrase; empty if the cell failed."""
     if record.status != "ok":
         return ""
     words, figures = record.metrics.headline(), plain(record)
@@ -97,7 +98,7 @@ def headline(record: Record) -> str:
 
 
 def section_key(record: Record) -> str:
-    """Groups records into sections: all that they share except the task's axes."""
+    """Return the key of a record's section: everything that defines its question, except the task's axes."""
     axes = record.cell.task.axes
     if not axes:
         return question(record)
@@ -107,9 +108,9 @@ def section_key(record: Record) -> str:
 
 
 def section(record: Record, records: Iterable[Record]) -> Page:
-    """The table of a record's task, with a row for each record of the same suite, model and task.
+    """Return the table of a record's task, with a row for each record of the same suite, model and task.
 
-    If the model is one that a pretraining kept on the way, curves over the steps of the training come first.
+    If the model is an intermediate model of a pretraining, curves over the steps of the training come first.
     """
     suite = [r for r in newest([*records, record]) if _suite(r) == _suite(record)]
     curves = over_steps(record.cell.suite, suite) if KEPT.fullmatch(record.cell.model.id) else []
@@ -117,13 +118,13 @@ def section(record: Record, records: Iterable[Record]) -> Page:
 
 
 def unasked(records: Iterable[Record], answered: Collection[tuple[str, int]]) -> list[str | Chart]:
-    """The tables of suites that answer no question, as they have no perplexity or right answers: times, memory, attention."""
+    """Return the tables of suites that answer no question, because they only measure times, memory or attention."""
     others = (record for record in newest(list(records)) if _suite(record) not in answered)
     return [line for group in grouped(others, section_key).values() for line in _table(group)]
 
 
 def _table(records: Iterable[Record]) -> list[str | Chart]:
-    """The table of records of one section, with its heading."""
+    """Return the table of records of one section, with its heading."""
     rows = sorted(records, key=order)
     cell = rows[0].cell
     of_what = f"{md(cell.suite)} v{md(cell.suite_version)}: {md(model_name(rows[0]))}, {md(cell.model.dtype)}.\n"
@@ -135,9 +136,12 @@ def _suite(record: Record) -> tuple[str, int]:
 
 
 def over_steps(suite: str, records: Sequence[Record]) -> list[str | Chart]:
-    """Sink heads, activations and perplexity over the steps of a pretraining: a table and a chart.
+    """Return a table and a chart of sink heads, activations and perplexity over the steps of a pretraining.
 
-    Nothing unless a training has two kept models with figures. records: all of the suite, of any models.
+    The result is empty unless a training has two kept models with figures.
+
+    Args:
+        records: all records of the suite, of any models.
     """
     values = [value for record in records if record.status == "ok" for value in _step_figures(record)]
     of_several = {v["training"] for v in values if len({w["step"] for w in values if w["training"] == v["training"]}) > 1}
@@ -153,7 +157,7 @@ def over_steps(suite: str, records: Sequence[Record]) -> list[str | Chart]:
 
 
 def _step_figures(record: Record) -> list[dict[str, Any]]:
-    """Figures of a kept model's record, each a point of a curve."""
+    """Return the figures of a kept model's record, each a point of a curve."""
     kept = KEPT.fullmatch(record.cell.model.id)
     if kept is None:
         return []
@@ -184,7 +188,7 @@ def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
 
 
 def _step_table(values: list[dict[str, Any]]) -> list[str]:
-    """Table with a row per training and step, and a column per figure and policy."""
+    """Return a table with a row per training and step, and a column per figure and policy."""
     rows: dict[tuple[str, int], dict[str, float]] = {}
     for v in values:
         rows.setdefault((v["training"], v["step"]), {})[v["figure"] + v["line"].removeprefix(v["training"])] = v["value"]

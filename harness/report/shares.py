@@ -1,7 +1,7 @@
-"""Shares of right answers and their differences, with intervals over what is independent. Imports no torch.
+"""Shares of right answers and their differences, with intervals over independent units. Imports no torch.
 
-Questions that each have a cache of their own are independent. Questions of one stream share what its cache has lost, so streams
-are the units there, and fewer than `MIN_BLOCKS` of them have no interval.
+Questions that each have their own cache are independent. Questions of one stream depend on the same evictions, so streams are the
+units there. Fewer than `MIN_BLOCKS` streams have no interval.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, clustered_share, wi
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
 
-Stream = tuple[str, int]  # task, number
+Stream = tuple[str, int]  # task, number of the stream
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Right answers, and how they spread over streams.
+    """Number of right answers, in total and by stream.
 
     Attributes:
         right: number of right answers.
         questions: number of questions.
-        streams: (right answers, questions) of each stream; empty if every question has a cache of its own.
+        streams: (right answers, questions) of each stream; empty if every question has its own cache.
     """
 
     right: int
@@ -41,7 +41,7 @@ class Answers:
 
     @property
     def ends(self) -> Ends | None:
-        """The 95 % interval of the share; None if there are too few streams for one."""
+        """Ends of the 95 % interval of the share; None if there are too few streams for an interval."""
         if not self.streams:
             return wilson(self.right, self.questions)
         if len(self.streams) < MIN_BLOCKS:
@@ -51,7 +51,7 @@ class Answers:
 
 
 def streams_of(record: Record) -> list[Stream] | None:
-    """The stream of each question; None if every question has a cache of its own."""
+    """Return the stream of each question; None if every question has its own cache."""
     metrics = record.measured(QuestionMetrics)
     streams = None if metrics is None else metrics.question_streams(record.cell.task, record.data)
     if metrics is None or streams is None:
@@ -60,9 +60,9 @@ def streams_of(record: Record) -> list[Stream] | None:
 
 
 def answers(records: Sequence[Record]) -> Answers | None:
-    """Right answers of all records together; None if none has any. Streams of one task and number count as one.
+    """Return the right answers of all records in total; None if no record has answers.
 
-    Independent questions beside streams are streams of one question.
+    Streams of one task and number are merged. If there are streams, each independent question counts as a stream.
     """
     answered = [(r, m) for r in records if (m := r.measured(QuestionMetrics)) and m.right is not None]
     if not answered:
@@ -82,22 +82,22 @@ def answers(records: Sequence[Record]) -> Answers | None:
 
 
 def count(streams: Sequence[Stream]) -> int:
-    """Number of streams with several questions; of all streams if there are none."""
+    """Return the number of streams with several questions; if there are none, the number of all streams."""
     sizes = Counter(streams).values()
     return sum(size > 1 for size in sizes) or len(sizes)
 
 
 def too_few(streams: int) -> str:
-    """Reason that there is no interval."""
+    """Return the reason that there is no interval."""
     return f"too few streams for an interval: {streams} of {MIN_BLOCKS}"
 
 
 def paired_shares(a: str, b: str, comparisons: int = 1) -> Ends:
-    """95 % interval of the difference of two shares of right answers to the same independent questions, b's minus a's.
+    """Return the 95 % interval of the difference of two shares of right answers to the same independent questions.
 
     Args:
-        a: outcomes, one "0" or "1" per question; "1" is right.
-        b: outcomes of the other policy.
+        a: outcomes of the subtrahend, one "0" or "1" per question; "1" is right.
+        b: outcomes of the minuend.
         comparisons: number of intervals that all hold at once.
 
     Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson intervals combined with their correlation.
@@ -118,7 +118,7 @@ def paired_shares(a: str, b: str, comparisons: int = 1) -> Ends:
 
 
 def shares(a: tuple[int, int], b: tuple[int, int]) -> Ends:
-    """95 % interval of the difference of two independent shares, each given as (right, questions).
+    """Return the 95 % interval of b's share minus a's, for independent shares given as (right, questions).
 
     Source: Newcombe 1998, Statistics in Medicine 17, method 10.
     """

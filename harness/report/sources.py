@@ -17,19 +17,19 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Problem, Record, RecordStore, newest, published, read
 from kvbench.harness.records.beside import TraceFile, open_trace
 
-_DEFAULT_FOLDER = "leaderboard/records"  # of a revision
+_DEFAULT_FOLDER = "leaderboard/records"  # default folder in a revision
 
 
 @contextmanager
 def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
-    """Open the newest record of every cell of a source, and the folder that holds them while the context is open.
+    """Open the newest record of every cell of a source. Yield the records and their folder, which exists inside the context.
 
     Args:
-        source: a record's file, or what `open_folder` opens.
+        source: file of a record, or a source of `open_folder`.
         on_problem: called with every file that can't be read as a record.
 
     Raises:
-        UserError: there are no records.
+        UserError: the source has no records.
     """
     path = Path(source).expanduser()
     if path.is_file() and path.suffix != published.JSONL:
@@ -49,13 +49,13 @@ def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: 
 
 @contextmanager
 def open_folder(source: str) -> Iterator[Path]:
-    """Open a folder of records; that of a git revision is there while the context is open.
+    """Open a folder of records. The folder of a git revision exists only inside the context.
 
     Args:
-        source: a folder, the JSONL file of a suite, or a git revision with an optional folder: `HEAD~3:leaderboard/records`.
+        source: folder, JSONL file of a suite, or git revision with an optional folder (`HEAD~3:leaderboard/records`).
 
     Raises:
-        UserError: there is no such folder or revision.
+        UserError: the folder or revision does not exist.
     """
     path = Path(source).expanduser()
     if path.is_dir() or (path.suffix == published.JSONL and path.is_file()):
@@ -67,7 +67,7 @@ def open_folder(source: str) -> Iterator[Path]:
 
 
 def find_trace(record: Record, folder: Path) -> TraceFile | None:
-    """Return a record's trace in a folder or its subfolders; None if it is missing or no regular file."""
+    """Return a record's trace in a folder or its subfolders; None if the trace is missing or no regular file."""
     if record.trace is None:
         return None
     top = folder if folder.is_dir() else folder.parent
@@ -81,12 +81,12 @@ def _unpack(source: str, folder: Path) -> None:
     """Unpack the records of a revision into a folder.
 
     Raises:
-        UserError: there is no such revision, or it has no such folder.
+        UserError: the revision does not exist, or lacks the folder.
     """
     revision, _, inside = source.partition(":")
     command = ["git", "archive", "--format=tar", revision, "--", inside or _DEFAULT_FOLDER]
     if inside.endswith(published.JSONL):
-        command[-1] = inside.removesuffix(published.JSONL) + ".*"  # of both files
+        command[-1] = inside.removesuffix(published.JSONL) + ".*"  # both files
 
     try:
         process = subprocess.run(command, capture_output=True, check=False)

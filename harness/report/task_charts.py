@@ -1,4 +1,4 @@
-"""Charts of tasks: NLL over a stream, step times over the capacity, right answers by depth; and what they share."""
+"""Charts of tasks: NLL over a stream, step times over the capacity, right answers by depth; and shared parts of charts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvbench.harness.report.pairing import question, scores_all
 
 _FIRST_POINT_TOKENS = 64
 _POINTS_PER_DOUBLING = 2
-_MIN_SCORED_TOKENS = 24  # of a point
-_CELL = 26  # pixels of the map of depths
+_MIN_SCORED_TOKENS = 24  # smallest number of scored tokens per point
+_CELL = 26  # width in pixels of a cell in the map of depths
 _TENTHS = [f"{10 * tenth} to {10 * tenth + 10} %" for tenth in range(10)]
 Depths = Mapping[str, AnswerCounts]  # by tenth of the prompt, "0" to "9"
 
 
 def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
-    """A line per policy, a panel per capacity; no chart with fewer than two lines.
+    """Return a chart of perplexity over the stream with a line per policy and a panel per capacity; none for a single line.
 
-    Every line is over all tokens, so policies that scored only every `stride`-th are left out.
+    Every line is over all tokens, so policies that scored only every `stride`-th token are left out.
     """
     complete = [r for r in records if (m := r.measured(NllMetrics)) and m.stream_tokens is None and scores_all(r)]
     return panels(complete, "Perplexity over the stream of {model}, one line per policy", _panel) if len(complete) > 1 else []
@@ -48,7 +48,7 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
 
 
 def _points(record: Record) -> list[dict[str, float]]:
-    """Points of a line: `_POINTS_PER_DOUBLING` per doubling of the stream, each over enough scored tokens."""
+    """Return the points of a line: `_POINTS_PER_DOUBLING` per doubling of the stream, each over enough scored tokens."""
     metrics = record.measured(NllMetrics)
     assert metrics is not None
     sums, tokens, size = np.array(metrics.blocks.nll_sum), np.array(metrics.blocks.tokens), metrics.blocks.size
@@ -67,11 +67,11 @@ def _points(record: Record) -> list[dict[str, float]]:
 
 
 def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
-    """Milliseconds per token over the capacity, a line per policy, dense dashed; no chart with fewer than two capacities.
+    """Return a chart of milliseconds per token over the capacity, with a line per policy; none for a single capacity.
 
     Args:
-        records: of one section, measured on one machine.
-        machine: its name, if the section has several.
+        records: records of one section, measured on one machine.
+        machine: name of the machine, if the section has several.
     """
     timed = [(r, m) for r in records if (m := r.measured(StepMetrics))]
     bounded = [r for r, _ in timed if r.cell.capacity is not None]
@@ -98,13 +98,15 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
 
 
 def over_depths(by_task: Mapping[str, Mapping[str, Depths]], record: Record) -> chart.Chart:
-    """A panel per task, a column per policy, a row per tenth of the prompt; the lightest is all right.
+    """Return a heat map with a panel per task, a column per policy and a row per tenth of the prompt.
+
+    The lightest shade stands for 100 % right answers.
 
     Source: Liu et al. 2023, "Lost in the Middle", arXiv:2307.03172, for the question.
 
     Args:
         by_task: counts of each policy, by task and by the policy's name with its capacity.
-        record: any of those that the counts are of.
+        record: any of the records with these counts.
     """
     panels = [_depth_panel(task, policies) for task, policies in by_task.items()]
     alt = f"Right answers of {{model}} by depth of what is asked for and by policy: {', '.join(by_task)}."
@@ -137,13 +139,13 @@ _SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}
 def panels(
     records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record], int], dict[str, Any]], only: str = ""
 ) -> list[chart.Chart]:
-    """A chart with a panel per capacity, each including the unbounded policies; no chart without a bounded cache.
+    """Return a chart with a panel per capacity, each with the unbounded policies; none without a bounded cache.
 
     Args:
-        records: of one section.
-        alt: what the chart shows; `{model}` is replaced by the model's id.
-        panel: makes the specification of a panel, without its size, from its records and capacity.
-        only: which of the section's records these are, if it has several charts.
+        records: records of one section.
+        alt: description of the chart; `{model}` is replaced by the model's id.
+        panel: returns the specification of a panel, without its size, from its records and capacity.
+        only: description of the selected records, if the section has several charts.
     """
     capacities = sorted({c for r in records if (c := r.cell.capacity) is not None})
     if not capacities:
@@ -172,13 +174,13 @@ def policy_lines(
     kinds: Sequence[str] = ("color", "strokeDash", "shape"),
     **line: Any,
 ) -> dict[str, Any]:
-    """Layer with a line per policy.
+    """Return a layer with a line per policy.
 
     Args:
-        values: of all lines.
+        values: points of all lines.
         encoding: channels of both axes.
         pairs: (name in the chart, policy) of each line.
-        kinds: channels that tell policies apart.
+        kinds: channels that distinguish policies.
         line: other properties of the lines.
     """
     mark, channels = {"type": "line", "strokeWidth": 2}, {kind: chart.by_policy(kind, pairs) for kind in kinds}
@@ -186,7 +188,7 @@ def policy_lines(
 
 
 def marks(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Layers of labelled, dashed vertical lines. lines: {"at": x, "what": label} of each."""
+    """Return layers of labelled, dashed vertical lines. lines: {"at": x, "what": label} of each line."""
     if not lines:
         return []
     x, data = {"field": "at", "type": "quantitative"}, {"values": list(lines)}

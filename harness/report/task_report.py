@@ -1,4 +1,4 @@
-"""Declarations of a task about its records: figures, how to recompute them, and page contents."""
+"""Declarations of a task about its records: figures, their recomputation, and contents of pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
 
 Measures = Literal["quality", "time", "memory", "attention"]
-OF_MACHINE = ("time", "memory")  # figures that depend on device and threads, which join the record's key
+OF_MACHINE = ("time", "memory")  # figures that depend on device and threads, which are then part of the record's key
 
 
 def plain(record: Record) -> dict[str, Any]:
@@ -33,14 +33,14 @@ class TaskReport:
     """Part of a task that needs no model. The defaults show plain numbers.
 
     Attributes:
-        options: that a suite may set.
-        metrics: its figures; each field declares how the gate compares it (`records/figure_rules.py`).
-        data_facts: facts that its records keep about what was read.
-        trace: suffix of its file of per-token, per-question or per-step figures; None if it writes none.
-        measures: decides how cells run. Figures of "quality" depend on no machine. Cells of one model that measure "time" are
-            interleaved and finish together. On a CPU, each cell that measures "memory" has a process of its own. A task that
-            measures "attention" looks inside the model, which the decode loop need not be able to drive. The gate compares the
-            speed of an evaluation of quality alone.
+        options: class of the options that a suite may set.
+        metrics: class of the figures; each field declares its rule for the gate (`records/figure_rules.py`).
+        data_facts: class of the facts about the data in records.
+        trace: suffix of the file with per-token, per-question or per-step figures; None if the task writes no trace.
+        measures: kind of figures, which decides how cells run. Figures of "quality" depend on no machine. Cells of one model that
+            measure "time" are interleaved and finish together. On a CPU, each cell that measures "memory" has a process of its
+            own. A task that measures "attention" reads the model's internals, also for models that the decode loop can't drive.
+            The gate compares the speed of evaluations of "quality" only.
     """
 
     options: ClassVar[type[Options]]
@@ -51,22 +51,25 @@ class TaskReport:
 
     @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
-        """Recompute figures from the trace, by name. An exception counts as a fault of the file."""
+        """Recompute figures from the trace, by name. An exception is reported as a fault of the file."""
         return {}
 
     @classmethod
     def workload(cls, options: Any) -> Workload:
-        """Sizes of a cell's work; pages need `kv_streams` alone."""
+        """Return the sizes of a cell's work. Pages need only `kv_streams`."""
         return Workload(sequences=1, length=0)
 
     @classmethod
     def cached_tokens(cls, record: Record) -> int | None:
-        """Most tokens of a stream that its cache holds, without the free slot; None if unknown."""
+        """Return the largest number of a stream's tokens in the cache, without the free slot; None if unknown."""
         return record.cell.most_kept
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Lines and charts of a section: a row per record, a column per plain number; those with a title only, if any has one."""
+        """Return the lines and charts of a section: a row per record and a column per plain number.
+
+        If any figure has a title, only figures with a title are shown.
+        """
         titles = titles_of(records[0])
         names = list(titles or dict.fromkeys(name for record in records for name in plain(record)))
         rows = []
@@ -78,7 +81,7 @@ class TaskReport:
 
 
 class UnknownTask(TaskReport):
-    """Stands in for a task that is not installed."""
+    """Substitute for a task that is not installed."""
 
 
 def task_of(record: Record) -> type[TaskReport]:

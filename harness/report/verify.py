@@ -1,4 +1,4 @@
-"""Verifies records: recomputes what follows from the trace or from the rest of the record. Imports no torch."""
+"""Verification of records: recompute figures from the trace or from the rest of the record. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from kvbench.harness.records.beside import TraceFile, file_problem, open_trace
 from kvbench.harness.report.task_report import task_of
 
 _RELATIVE_TOLERANCE = 1e-6  # traces of times are float32 (6e-8); sums may be taken in another order
-_ROUNDING_STEP = 1e-5  # of sums and rounds in a record; near a boundary, two roundings differ by a whole step
+_ROUNDING_STEP = 1e-5  # rounding of sums and rounds in a record; near a boundary, two roundings differ by a whole step
 _TOLERANCES = {"nll_sum": 1.5 * _ROUNDING_STEP, "rounds_ms": 1.5 * _ROUNDING_STEP, "error": 1e-6}  # absolute
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_BUCKET_SLOTS = 256  # an unbounded cache grows by this many
+_BUCKET_SLOTS = 256  # slots by which an unbounded cache grows
 _SECONDS_ROUNDING, _SPEED_ROUNDING = 0.0005, 0.05  # seconds are recorded to 0.001, a speed to 0.1
 CACHELESS = ("recompute_window", "recompute_sink_window")
 Recomputed = Iterator[tuple[str, Any, float]]  # dotted name of a figure, its value, and an absolute tolerance
 
 
 def problems(record: Record, folder: Path) -> list[str] | None:
-    """Recompute a record's figures, and return sentences on what is wrong; a failed record has no figures.
+    """Recompute a record's figures, and return a sentence per fault. A failed record has no figures and no faults.
 
-    Returns None if the trace is missing and nothing else is wrong. folder: of the record's file and its trace.
+    Args:
+        folder: folder of the record's file and its trace.
+
+    Returns:
+        Faults; None if the trace is missing and there are no other faults.
     """
     if record.status != "ok":
         return []
@@ -64,7 +68,7 @@ def _trace_problems(record: Record, trace: TraceFile | Problem | None) -> list[s
 
 
 def _keep_map_problems(record: Record, folder: Path) -> list[str]:
-    """Return the problems of the keep map's file, which may be missing: no figure follows from it."""
+    """Return the problems of the keep map's file. The file may be missing, because no figure follows from it."""
     kept = record.facts.keep_map
     path = None if kept is None else folder / Path(kept.file).name
     if kept is None or path is None or not os.path.lexists(path):
@@ -93,8 +97,8 @@ def _from_trace(record: Record, trace: TraceFile) -> Recomputed:
 def kv_bytes(record: Record) -> int | None:
     """Return the bytes of K and V, from the shapes of the model's layers; None if the record lacks them.
 
-    A bounded cache has one slot more than its capacity. An unbounded one has whole buckets of slots for the tokens it read.
-    A sliding-window layer keeps no more than its window. Where a prompt was cut, or budgets differ, the slots are unknown.
+    A bounded cache has one slot more than its capacity. An unbounded cache has whole buckets of slots for the tokens it read.
+    A sliding-window layer keeps no more than its window. If a prompt was cut, or budgets differ, the number of slots is unknown.
     """
     cell, shapes, codec = record.cell, record.facts.kv_shapes, record.cell.codec
     if record.facts.budgets or record.facts.code:  # heads hold different numbers of tokens, or only its code knows how many
@@ -116,7 +120,7 @@ def kv_bytes(record: Record) -> int | None:
 
 
 def equal(a: Any, b: Any, absolute: float = 0.0, relative: float = _RELATIVE_TOLERANCE) -> bool:
-    """Return whether counts and texts are equal, and floats up to a tolerance; of some names it is larger."""
+    """Return whether counts and texts are equal, and floats are equal up to a tolerance, which is larger for some names."""
     if isinstance(a, dict) and isinstance(b, dict):
         return set(a) == set(b) and all(equal(a[k], b[k], _TOLERANCES.get(k, absolute), relative) for k in a)
     if isinstance(a, list) and isinstance(b, list):

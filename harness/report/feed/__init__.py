@@ -1,6 +1,6 @@
-"""The feed: which policy, at which budget, and what it loses. A pure function of records (docs/records.md).
+"""The feed: the policies at each budget and their losses, as a pure function of records (docs/records.md).
 
-The page, the top of the Markdown page and `feed.json` all show this object, so that they can't disagree.
+The page, the top of the Markdown page and `feed.json` all show the feed, so that they can't disagree.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.sections import groups
 
-VERSION = 3  # raised when a reader of the version before would misread the feed
+VERSION = 3  # raised when a reader of the previous version would misread the feed
 _LISTS = ("questions", "equal_bytes", "cells")
-NAME = "kv-bench"  # its first field, by which a file is recognised
+NAME = "kv-bench"  # first field of the feed, by which a file is recognised
 
 
 def feed(records: Iterable[Record]) -> dict[str, Any]:
@@ -71,12 +71,13 @@ def text(data: dict[str, Any]) -> str:
 def default(answered: Sequence[dict[str, Any]], sizes: Sequence[int]) -> str | None:
     """Return the id of the question to show first; None without questions.
 
-    It is about a text and has rows with a loss to a reference and its interval; a random control is no reference here. The
-    largest model comes first, then the question with the most such rows, then the one with the most policies.
+    Questions about a text are preferred if they have rows with a loss to a reference and its interval; a random control is no
+    reference here. The question of the largest model comes first, then the question with the most such rows, then the question
+    with the most policies.
 
     Args:
-        answered: the questions.
-        sizes: numbers in K and V of one token of each question's model.
+        answered: entries of the questions in the feed.
+        sizes: number of elements in K and V of one token, for each question's model.
     """
     if not answered:
         return None
@@ -112,7 +113,7 @@ def _question(question: Question) -> dict[str, Any]:
 
 
 def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
-    """Return the feed's entry of a capacity, with all policies: best rank first, then the better figure."""
+    """Return the feed's entry of a capacity, with all policies ordered by rank, then by figure."""
     base, whole, ranks = reference(question, capacity), question.dense_bytes, question.ranks(capacity)
 
     def order(row: Row) -> tuple[float, float, float]:

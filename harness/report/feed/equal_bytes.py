@@ -1,4 +1,4 @@
-"""Fewer tokens or smaller ones? Policies at equal bytes, whatever the format that they keep K and V in."""
+"""Comparison of policies at equal bytes, across the formats in which they store K and V."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.ranks import Rank, corrected, ranks
 from kvbench.harness.report.rows import Row
 
-SHARES = tuple(Fraction(1, 2**halvings) for halvings in range(1, 6))  # of the bytes that dense holds in the model's dtype
+SHARES = tuple(Fraction(1, 2**halvings) for halvings in range(1, 6))  # shares of dense's bytes in the model's dtype
 
 
 @dataclass(frozen=True)
 class Formats:
-    """Questions that differ in nothing but the format of K and V, as one.
+    """Questions that differ only in the format of K and V, combined to one question.
 
     Attributes:
         parts: the questions.
-        whole: of all their rows.
-        dense: keeps everything, in the model's dtype.
+        whole: combined question with the rows of all parts.
+        dense: row of dense in the model's dtype.
     """
 
     parts: Sequence[Question]
@@ -46,13 +46,13 @@ class Formats:
 
     @property
     def largest(self) -> int:
-        """Largest capacity in tokens; perplexities are over the tokens after it has filled."""
+        """Largest capacity in tokens. Perplexities are over the tokens after a cache of this capacity has filled."""
         return max(row.cell.capacity or 0 for row in self.whole.rows)
 
     def _kind(self, row: Row) -> str:
-        """Return what identifies a policy and format at any capacity, with parameters if they tell policies apart.
+        """Return a key of a policy and format at any capacity, with parameters only if a capacity has several variants.
 
-        Parameters are bound to a capacity: H2O's window is half of it.
+        Parameters may depend on the capacity: H2O's window is half of it.
         """
         alike = [other for other in self.whole.rows if _alike(other) == _alike(row)]
         several = max(Counter(other.cell.capacity for other in alike).values()) > 1
@@ -60,7 +60,7 @@ class Formats:
 
 
 def together(questions: Iterable[Question]) -> list[Formats]:
-    """Questions with more than one format and a dense cache in the model's dtype."""
+    """Return the questions with more than one format and a dense cache in the model's dtype."""
     groups = grouped(questions, lambda question: words.identifier(replace(question, stored=""))).values()
     return [formats for group in groups if len(group) > 1 and (formats := _formats(group))]
 
@@ -109,7 +109,7 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
 
 
 def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the feed's entry of a size, with all policies and formats, the best first."""
+    """Return the feed's entry of a size, with all policies and formats, best first."""
     question, ids = formats.whole, list(kept)
     placed = _ranks(question, list(kept.values()))
     shown = [rows[identifier] | {"rank": rank and list(rank)} for identifier, rank in zip(ids, placed, strict=True)]
@@ -145,6 +145,6 @@ def _name(row: Row) -> str:
 
 
 def _held(row: Row) -> int | None:
-    """Bytes of K and V of the tokens held at the end; those of their slots in older records."""
+    """Return the bytes of K and V of the tokens held at the end; for older records, the bytes of the slots."""
     sizes = [r.metrics.kv_held_bytes or r.metrics.kv_bytes for r in row.records if r.status == "ok"]
     return next((size for size in sizes if size), None)

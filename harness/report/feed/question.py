@@ -1,4 +1,4 @@
-"""Questions: one suite's model on one machine, with one text or task, one time of evicting and one mode of positions.
+"""Questions: one suite's model on one machine, with one text or task, one time of eviction and one mode of positions.
 
 Rows of a question can be compared with each other. No question has two texts or two tasks.
 """
@@ -21,8 +21,8 @@ from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
 from kvbench.harness.report.verify import CACHELESS, kv_bytes
 
-CONTROL = "random"  # a policy that does no better gains nothing from choosing its tokens
-_MAX_NATS = 700  # the exponential of more overflows
+CONTROL = "random"  # control policy; a policy that does no better gains nothing from its choice of tokens
+_MAX_NATS = 700  # largest argument of the exponential without overflow
 
 Measure = Literal["perplexity", "answers"]
 
@@ -33,12 +33,13 @@ def percent(nats: float) -> float:
 
 
 def reference(question: Question, capacity: int | None) -> Row | None:
-    """Return the row that the caches of a capacity are compared with; None if none is valid.
+    """Return the row with which the caches of a capacity are compared; None without a valid row.
 
-    It is the best recomputed window of that capacity, if every capacity has one. Otherwise it is the best of the largest
-    capacity that has one, for all. Without any, it is dense, unless dense was read past the model's training length. Then it
-    is the best random control of that capacity. A recomputed window that scored only every `stride`-th token comes after dense,
-    so that losses are over the tokens of ranks wherever they can be.
+    The reference is the best recomputed window of the capacity, if every capacity has a recomputed window. Otherwise, all
+    capacities have the best recomputed window of the largest capacity with one. Without recomputed windows, the reference is
+    dense, unless dense was read past the model's training length. The last choice is the best random control of the capacity.
+    A recomputed window that scored only every `stride`-th token comes after dense, so that losses and ranks are over the same
+    tokens wherever possible.
     """
     dense = question.dense if question.dense is not None and not _has_trend(question, question.dense) else None
     recomputed = [r for r in question.references if r is not question.dense and question.figure(r) is not None]
@@ -68,17 +69,17 @@ def _has_trend(question: Question, dense: Row) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """Question that a table of policies answers.
+    """A question that a table of policies answers.
 
     Attributes:
-        measure: what policies are judged by.
-        records: that measure it, references included.
-        rows: one per policy and capacity, references included, with the answers and step times of the same suite.
-        evicts: when its policies evict, in words.
-        positions: where its policies' kept tokens stand, if there is a question for each mode, or it is not `cache`; else empty.
-        machine: the device, and its set-up where several were timed.
-        stored: how its policies' K and V are stored, in words; empty: in the model's dtype.
-        coded: references that are stored otherwise. They are no rows of it.
+        measure: quantity by which policies are judged.
+        records: records that measure the quantity, references included.
+        rows: rows of each policy and capacity, references included, with the answers and step times of the same suite.
+        evicts: phrase that says when policies evict.
+        positions: mode of positions, if each mode has a question or the mode is not `cache`; else empty.
+        machine: device, with its set-up if several were timed.
+        stored: label of the format of stored K and V; empty: the model's dtype.
+        coded: references stored in another format, which are not in `rows`.
     """
 
     measure: Measure
@@ -92,7 +93,7 @@ class Question:
 
     @property
     def first(self) -> Record:
-        """Record that stands for what all records share."""
+        """Record from which properties common to all records are read."""
         return next((r for r in self.records if r.status == "ok"), self.records[0])
 
     @cached_property
@@ -107,23 +108,23 @@ class Question:
 
     @cached_property
     def dense(self) -> Row | None:
-        """The row of the cache that keeps everything."""
+        """Row of the cache that keeps everything; None without one."""
         return next((row for row in self.references if row.cell.is_dense), None)
 
     @property
     def capacities(self) -> list[int | None]:
-        """Capacities of the caches, the smallest first; None where the prompt decides."""
+        """Capacities of the caches, smallest first; None stands for a capacity that the prompt decides."""
         return sorted({row.cell.capacity for row in self.caches}, key=lambda c: (c is None, c or 0))
 
     def at(self, capacity: int | None) -> list[Row]:
-        """The caches of a capacity."""
+        """Return the caches of a capacity."""
         return [row for row in self.caches if row.cell.capacity == capacity]
 
     def figure(self, row: Row, capacity: int | None = None) -> float | None:
         """Return the figure that ranks a row, less is better: nats per token, or the share of wrong answers.
 
-        Nats are over the tokens on which caches of a capacity are compared, where not given of the row's own; dense's are over
-        those of the largest.
+        Nats are over the tokens after a cache of `capacity` has filled, by default of the row's own capacity. For dense, the
+        default is the largest capacity.
         """
         if self.measure == "perplexity":
             largest = max((size or 0 for size in self.capacities), default=0) if row is self.dense else 0
@@ -138,12 +139,12 @@ class Question:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Shortest name of each row that tells it from the others of its capacity, by the row's id."""
+        """Shortest name that distinguishes each row from the other rows of its capacity, by the row's id."""
         return {row.id: name for row, name in zip(self.rows, short_names(self.rows), strict=True)}
 
     @cached_property
     def dense_bytes(self) -> int | None:
-        """Bytes of K and V that dense holds at the end of the text; without a measurement, from the shapes of its layers."""
+        """Bytes of K and V that dense holds at the end of the text, measured or computed from the shapes of its layers."""
         if self.dense is not None and self.dense.kv_bytes:
             return self.dense.kv_bytes
         cell = self.first.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step", "kv": None})
@@ -152,7 +153,7 @@ class Question:
 
     @cached_property
     def changes(self) -> dict[Pair, Change]:
-        """Loss of the second of two caches of a capacity to the first, by their numbers, the first one smaller.
+        """Loss of the second of two caches of a capacity to the first, by their numbers (smaller number, larger number).
 
         Pairs that can't be compared are left out. Intervals are corrected for the number of pairs of the capacity.
         """
@@ -167,7 +168,7 @@ class Question:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """The place of each row among `rows`, by `id`."""
+        """Index of each row in `rows`, by the `id` of the object."""
         return {id(row): place for place, row in enumerate(self.rows)}
 
     def ranks(self, capacity: int | None) -> dict[str, Rank | None]:
@@ -184,7 +185,7 @@ class Question:
     def change(self, row: Row, base: Row) -> Change | None:
         """Return the loss of a row to another; None if the two can't be paired.
 
-        The interval of two caches of one capacity is corrected for the number of pairs; any other is of one comparison.
+        The interval of two caches of one capacity is corrected for the number of pairs. Any other interval is of one comparison.
         """
         pair = self.numbers[id(base)], self.numbers[id(row)]
         first, second = sorted(pair)
@@ -195,19 +196,19 @@ class Question:
 
     @cached_property
     def common(self) -> Common:
-        """The tokens of its column, before it is known which caches have filled."""
+        """Tokens that all records scored, without regard to when caches fill."""
         return common_tokens(self.records)
 
 
 def is_reference(record: Record) -> bool:
-    """Return whether a record has no capacity to compare at: its policy evicts nothing, keeps no cache, or is somebody else's."""
+    """Return whether a record has no capacity to compare at: its policy never evicts, keeps no cache, or is third-party."""
     if record.facts.code is not None:
         return True
     return record.cell.policy == "dense" or record.cell.policy in CACHELESS or record.facts.method == "windows run afresh"
 
 
 def questions(records: Iterable[Record]) -> list[Question]:
-    """The questions that records answer, in the order of suites and models."""
+    """Return the questions that records answer, in the order of suites and models."""
     return [
         question
         for group in groups(records)
@@ -217,9 +218,9 @@ def questions(records: Iterable[Record]) -> list[Question]:
 
 
 def _texts(part: Sequence[Record], machine: str) -> Iterator[Question]:
-    """Yield a question for each text and time of evicting.
+    """Yield a question for each text and time of eviction.
 
-    A failed record, which may not know its text, goes to the first text of the same task.
+    A failed record, whose text may be unknown, goes to the first text of the same task.
     """
     texts: dict[tuple[str, str], list[Record]] = {}
     for record in sorted((r for r in part if r.measures(NllMetrics)), key=lambda r: r.status != "ok"):
@@ -232,17 +233,17 @@ def _texts(part: Sequence[Record], machine: str) -> Iterator[Question]:
 
 
 def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
-    """Yield a question for each task whose answers are right or wrong, and each time of evicting."""
+    """Yield a question for each task whose answers are right or wrong, and each time of eviction."""
     tasks = grouped((r for r in part if _answers(r)), lambda r: (section_key(r), r.data.source))
     for task in tasks.values():
         yield from _by_eviction("answers", task, [r for r in part if r.measures(StepMetrics)], machine)
 
 
 def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], machine: str) -> Iterator[Question]:
-    """Yield a question for each time of evicting, mode of positions and codec, at which a cache was measured.
+    """Yield a question for each time of eviction, mode of positions and codec with a measured cache.
 
-    References evict nothing, so they are in all, but coded ones only where policies are coded alike. The first mode is that of
-    the time of evicting (`groups.usual_positions`).
+    References evict nothing, so they are in all questions. A coded reference is only in questions with the same codec. The usual
+    mode of positions for the time of eviction (`groups.usual_positions`) comes first.
     """
     caches = {(r.cell.evicts, r.cell.positions, r.cell.stored) for r in subject if not is_reference(r) and r.status == "ok"}
     names = {id(r) for r in subject}
@@ -258,6 +259,7 @@ def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], 
 
 
 def _devices(records: Sequence[Record]) -> str:
+    """Return the names of the devices that measured the records, joined by "and"."""
     return " and ".join(sorted({r.facts.device for r in records if r.facts.device}))
 
 
@@ -267,7 +269,7 @@ def _answers(record: Record) -> bool:
 
 
 def poolable(records: Sequence[Record]) -> list[Record]:
-    """Leave out tasks whose right answers must not be added up, such as query-aware and query-blind ones."""
+    """Leave out tasks whose right answers must not be added up, such as query-aware and query-blind answers."""
     variants: dict[str, set[str]] = {}
     for record in records:
         options = record.cell.options

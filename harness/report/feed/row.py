@@ -1,4 +1,4 @@
-"""Rows of the feed: a policy at one capacity, with everything that was measured of the policy for a question."""
+"""Rows of the feed: a policy at one capacity, with all its figures for a question."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kvbench.harness.report.ranks import Change, Rank
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
 
-_FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # of texts that a command needs
+_FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # placeholder for the folder of a text in commands
 
 
 def figure(value: float | None) -> float | None:
-    """Round a number to six digits; None if there is none, or it is not finite."""
+    """Round a number to six digits; None if the number is missing or not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
@@ -37,10 +37,10 @@ def row_json(question: Question, row: Row, rank: Rank | None, base: Row | None) 
     """Return the feed's entry of a row.
 
     Args:
-        question: that the row answers.
-        row: records of the policy.
-        rank: among the caches of its capacity.
-        base: row that it is compared with; None without one.
+        question: question that the row answers.
+        row: row with the records of the policy.
+        rank: rank among the caches of the row's capacity.
+        base: row with which `row` is compared; None without one.
     """
     cell, whole = row.cell, question.dense_bytes
     return {
@@ -80,11 +80,11 @@ def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Change) 
     """Return the feed's entry of a loss: in % of perplexity or in percentage points, and in nats per token.
 
     Args:
-        measure: of the question.
-        row: that loses.
-        base: row that it is compared with.
-        name: of that row.
-        change: from `base` to `row`, in nats per token or as a share of right answers.
+        measure: measure of the question.
+        row: row whose loss is described.
+        base: row with which `row` is compared.
+        name: name of `base`.
+        change: change from `base` to `row`, in nats per token or as a share of right answers.
     """
     of_text, ends = measure == "perplexity", (change.value, change.low, change.high)
     value, low, high = (None if x is None else figure(percent(x) if of_text else 100 * x) for x in ends)
@@ -102,7 +102,7 @@ def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Change) 
 
 
 def answers_json(row: Row) -> list[dict[str, Any]]:
-    """Right answers by task, with the 95 % interval of their share; its ends are None if there are too few streams for one."""
+    """Return right answers by task, with the 95 % interval of their share. The ends are None if there are too few streams."""
     answered = (r for r in row.records if (metrics := r.measured(QuestionMetrics)) and metrics.right is not None)
     result = []
     for name, records in grouped(answered, task).items():
@@ -116,7 +116,7 @@ def answers_json(row: Row) -> list[dict[str, Any]]:
 
 
 def _times_dense(question: Question, row: Row) -> list[float | None] | None:
-    """Step time over dense's, round by round: [median, low, high]; None unless both were timed in the same rounds."""
+    """Return the ratio of the step time to dense's, as [median, low, high]; None unless both were timed in the same rounds."""
     dense = None if question.dense is None else question.dense.latency
     ratios = None if dense is None or row.latency is None else round_ratios(row.latency, dense)
     return None if not ratios else [figure(x) for x in (statistics.median(ratios), *median_interval(ratios))]
@@ -146,7 +146,7 @@ def cell_json(record: Record) -> dict[str, Any]:
 
 
 def provenance_json(record: Record) -> dict[str, Any]:
-    """Return how a cell was measured. Many cells have this in common."""
+    """Return the machine, versions, data and method of a cell. Many cells share these."""
     facts, data = record.facts, record.data
     return {
         "device": facts.device,

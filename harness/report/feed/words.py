@@ -1,4 +1,4 @@
-"""The feed in words: names of models, texts, tasks and questions, whose code a policy is, and the answer at a budget.
+"""Text of the feed: names of models, texts, tasks and questions, the origin of policies, and the answer at a budget.
 
 Every figure in an answer comes from the rows of the feed.
 """
@@ -21,7 +21,7 @@ from kvbench.harness.report.markdown import digits, model_name
 from kvbench.harness.report.shares import too_few
 
 _POLICIES = Path(__file__).parents[3] / "policies"
-_MAX_NAMES = 3  # in a sentence
+_MAX_NAMES = 3  # names in a sentence
 _CITATION = re.compile(r"^Source:\s*(.*?)(?:\n\s*\n|\nDiffers:|\Z)", re.S | re.M)
 
 
@@ -30,9 +30,9 @@ class Origin:
     """Origin of a policy: its paper and its code.
 
     Attributes:
-        code: whose code ran: "KV Bench", or the file or module that was named.
-        paper: the source that its docstring names; empty if it names none.
-        arxiv: number of the paper; empty if it names none.
+        code: owner of the code: "KV Bench", or the file or module that was named.
+        paper: source in the policy's docstring; empty without one.
+        arxiv: arXiv number of the paper; empty without one.
     """
 
     code: str
@@ -77,14 +77,14 @@ def about(question: Question) -> str:
 
 
 def subject(question: Question) -> str:
-    """The text or task, in a few words."""
+    """Return a short description of the text or task."""
     description = text(question.first) if question.measure == "perplexity" else task(question.first)
     description = f"{description}, {question.positions} positions" if question.positions else description
     return f"{description}, K and V as {question.stored}" if question.stored else description
 
 
 def text(record: Record) -> str:
-    """The text, and how much of it."""
+    """Return the name and length of a record's text."""
     options = record.cell.options
     name = _TEXTS.get(str(options.get("data")), str(options.get("data", record.cell.task.name)))
     name = record.data.source if re.fullmatch(r"local .*\.txt", record.data.source) else name
@@ -96,7 +96,7 @@ def text(record: Record) -> str:
 
 
 def task(record: Record) -> str:
-    """The task, and how it is asked."""
+    """Return the name of a record's task, and its manner of asking."""
     options = record.cell.options
     name = str(options.get("tasks") or _TASKS.get(record.cell.task.name, record.cell.task.name))
     extra = [f"{options['lines']} lines"] if "lines" in options else []
@@ -111,7 +111,7 @@ def task(record: Record) -> str:
 
 
 def evicting(evicts: str) -> str:
-    """Return the moment of eviction in words."""
+    """Return a phrase for the time of eviction."""
     return {"step": "at every step", "prompt": "once, after the prompt"}.get(evicts, evicts)
 
 
@@ -131,7 +131,7 @@ def identity(question: Question) -> dict[str, Any]:
 
 
 def identifier(question: Question) -> str:
-    """Return a readable, unique name for links. It stays the same when a cell is measured again."""
+    """Return a readable, unique name for links, which does not change when a cell is measured again."""
     cell = question.first.cell
     text = question.first.data.ids_sha256 if question.measure == "perplexity" else ""
     unique = [cell.suite, cell.suite_version, cell.as_json()["model"], cell.options, text, question.evicts, question.machine]
@@ -140,12 +140,12 @@ def identifier(question: Question) -> str:
 
 
 def size(capacity: int | None) -> str:
-    """Return a budget in words."""
+    """Return a phrase for a budget."""
     return f"{capacity:,} tokens" if capacity is not None else "a budget that the prompt decides"
 
 
 def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
-    """Describe which policy of a budget does best, its loss and its savings. rows: of the feed, in their order."""
+    """Describe the best policy at a budget, its loss and its savings. rows: rows of the feed, in their order."""
     judged = [row for row in rows if (row["answers"] if measure == "answers" else row["perplexity"] is not None)]
     return f"{_leaders(judged, measure)} {_price(judged[0], measure)}".strip() if judged else "Nothing was measured."
 
@@ -167,7 +167,7 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
 
 
 def _price(row: dict[str, Any], measure: str) -> str:
-    """Describe the row's loss, bytes and time. The loss is that to dense, if dense was measured."""
+    """Describe the row's loss, bytes and time. The loss is relative to dense, if dense was measured."""
     lost = _lost(row["loss_to_dense"] or row["loss"], measure)
     parts = [*_answered(row, measure), *lost]
     if (share := row["kv_share"]) is not None:
@@ -184,7 +184,7 @@ def _price(row: dict[str, Any], measure: str) -> str:
 
 
 def _answered(row: dict[str, Any], measure: str) -> list[str]:
-    """State the figure itself, where it says more than a difference: for answers, or without a reference."""
+    """State the figure itself for answers, or for a row without a reference."""
     if measure == "answers":
         task = row["answers"][0]
         share = f"answers {100 * task['share']:.0f} %"
@@ -195,7 +195,7 @@ def _answered(row: dict[str, Any], measure: str) -> list[str]:
 
 
 def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
-    """Compare the row with a reference: perplexity rises by a loss, right answers fall."""
+    """Compare the row with a reference. A loss increases perplexity and decreases right answers."""
     if loss is None:
         return []
     is_text = measure == "perplexity"
@@ -222,7 +222,7 @@ def loss_text(loss: dict[str, Any]) -> str:
 
 
 def _short(value: float) -> str:
-    """Two digits, or all of those before the point."""
+    """Format a number with two digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 

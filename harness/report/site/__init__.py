@@ -1,8 +1,8 @@
-"""The leaderboard as a page: what each policy of a suite loses at each budget, against all questions, and every cell.
+"""The leaderboard as an HTML page: the losses of each policy at each budget, over all questions of a suite, and every cell.
 
-`page.html` embeds `page.css`, the scripts, and the data of the first suites as far as `EMBEDDED_BYTES` allow. The data of each
-other suite are a script in the folder `page`, loaded when the suite is chosen: a page that is opened as a file can load scripts,
-but no JSON. Text from records is shown as text, never as markup.
+`page.html` embeds `page.css`, the scripts, and the data of the first suites up to `EMBEDDED_BYTES`. The data of every other suite
+are a script in the folder `page`, which is loaded when the suite is chosen. Scripts are used because a page opened as a file can
+load scripts, but no JSON. Text from records is shown as text, never as markup.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from kvbench.harness.report.chart import file_name
 from kvbench.harness.report.feed import rows_of
 
-FOLDER = "page"  # of the data that are not embedded, beside the page
+FOLDER = "page"  # folder beside the page, with the data that are not embedded
 EMBEDDED_BYTES = 300_000
 _BY_SUITE = ("questions", "equal_bytes", "cells")
 _HERE = Path(__file__).parent
@@ -28,12 +28,12 @@ _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 def render(
     feed: dict[str, Any], pictures: Mapping[str, Any] | None = None, embedded_bytes: int = EMBEDDED_BYTES
 ) -> tuple[str, dict[str, str]]:
-    """Return the page of a feed, and the files of its folder by name. The same feed gives the same bytes.
+    """Return the page of a feed, and the files of its folder by name. Equal feeds give equal bytes.
 
     Args:
-        feed: of the records to show (`feed.feed`).
-        pictures: by cell (`maps.maps`).
-        embedded_bytes: data that the page itself may hold.
+        feed: feed of the records to show (`feed.feed`).
+        pictures: pictures by cell (`maps.maps`).
+        embedded_bytes: largest number of bytes of data that the page itself may hold.
     """
     shown, scripts, beside, room = [], [], {}, embedded_bytes
     for suite, data in _suites(feed, pictures or {}):
@@ -53,7 +53,7 @@ def render(
 
 
 def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each suite's entry in the index and its data: the default question's suite first, then others of its model."""
+    """Return each suite's entry in the index and its data. The default question's suite comes first, then suites of its model."""
     default = next((question for question in feed["questions"] if question["id"] == feed["default"]), None)
     suites = []
     for suite, version in dict.fromkeys((cell["suite"], cell["suite_version"]) for cell in feed["cells"]):
@@ -80,7 +80,7 @@ def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dic
 
 
 def program() -> str:
-    """Return the modules of the page as one: what a module imports is defined above it."""
+    """Return the modules of the page as one script, in an order that defines every import before its use."""
     modules = ((_HERE / "js" / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", module)) for module in modules)
 

@@ -1,4 +1,4 @@
-"""Pictures of what a cell keeps and attends to, as PNG in base64."""
+"""Pictures of a cell's kept positions and attention, as PNG in base64."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvbench.harness.report import keep_map, logit_maps
 
 _KEPT = ((230, 234, 238), (158, 202, 225), (0, 114, 178), (8, 48, 107))  # from no KV head to all
 _LOGITS = ((178, 24, 43), (247, 247, 247), (33, 102, 172))  # from below 0 to above
-_MAX_LAYERS = 16  # of a picture; of a deeper model, layers spread over its depth
+_MAX_LAYERS = 16  # largest number of layers in a picture; for a deeper model, layers spread over its depth
 
 
 def maps(records: Sequence[Record], files: Mapping[int, Path]) -> dict[str, list[dict[str, Any]]]:
     """Return pictures by the cell ids of the feed: {"kind", "layers": [{"layer", "png", "width", "height"}], "columns", "rows"}.
 
     Args:
-        records: of the page.
+        records: records of the page.
         files: path of each record, by `id`.
     """
     result: dict[str, list[dict[str, Any]]] = {}
@@ -78,13 +78,13 @@ def _spread(layers: int) -> list[int]:
 
 
 def _layer(layer: int, shades: NDArray[Any], colours: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """A picture of values from 0 to 1. shades: [rows, columns], the top row first."""
+    """Return a picture of values from 0 to 1. shades: values, top row first. [rows, columns]."""
     height, width = shades.shape
     return {"layer": layer, "png": base64.b64encode(_png(shades, colours)).decode(), "width": width, "height": height}
 
 
 def _png(shades: NDArray[Any], colours: Sequence[tuple[int, int, int]]) -> bytes:
-    """A PNG in which 0 has the first colour, 1 the last, and what is between a mixture.
+    """Return a PNG in which 0 has the first colour, 1 the last colour, and values in between are interpolated.
 
     Source: W3C, Portable Network Graphics (Second Edition): 8-bit palette, no filter, no interlacing.
     """
