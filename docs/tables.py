@@ -16,6 +16,7 @@ from kvbench.harness.report.pairing import mean_of, paired
 from kvbench.harness.report.ranks import holm
 
 RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
+_H2O_BUDGETS = (128, 256, 512)  # tokens
 BUDGET = 256  # tokens per KV head in the tables of SmolLM2
 _CONTROL = "random, with sinks and recent tokens"
 _IN_README = {"dense", "sink_window", "random", "h2o", "snapkv", "tova", "keydiff", "expected_attention"}
@@ -178,6 +179,20 @@ def formats() -> str:
 def _held(record: Record, dense: Record) -> str:
     ours, theirs = (m.kv_held_bytes or m.kv_bytes for m in (record.measured(NllMetrics), dense.measured(NllMetrics)) if m)
     return f"{100 * ours / theirs:.0f} %"
+
+
+def h2o_against_control() -> str:
+    """Return the perplexity that H2O loses to the control on two books, at each budget and moment of eviction; uncorrected."""
+    moments = {"after every token": ("step", "cache"), "once, after the prompt": ("prompt", "stream")}
+    rows = []
+    for moment, (evict, positions) in moments.items():
+        for suite in (f"smollm2-{evict}", "smollm2-second-book"):
+            columns = [perplexities(suite, evict, capacity, positions) for capacity in _H2O_BUDGETS]
+            losses = [percent(loss(c["h2o"], c["random"])) if {"h2o", "random"} <= c.keys() else "" for c in columns]
+            rows.append([moment, "second" if suite == "smollm2-second-book" else "first", *losses])
+    return _markdown(
+        ["evicted", "book", *(f"{capacity} tokens" for capacity in _H2O_BUDGETS)], rows, "ll" + "r" * len(_H2O_BUDGETS)
+    )
 
 
 def budgets() -> str:

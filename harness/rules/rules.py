@@ -179,11 +179,11 @@ def _pure(on: Case) -> str:
     updated(view, step)
     for name in ("rank", "position", "step", "keys", "values", "layer"):
         if not torch.equal(getattr(view, name), getattr(before, name)):
-            return f"view.{name} was changed in place"
+            return f"view.{name} was changed in place: return a new tensor"
     if any(not torch.equal(x, before.states[s]) for s, x in view.states.items()):
-        return "a state was changed in place"
+        return "a state was changed in place: return a new tensor"
     same = all(torch.equal(x, vars(step_before)[name]) for name, x in vars(step).items())
-    return "" if same else "attention was changed in place"
+    return "" if same else "attention was changed in place: return a new tensor"
 
 
 def _deterministic(on: Case) -> str:
@@ -205,7 +205,7 @@ def _finite(on: Case) -> str:
             return f"importance is NaN {step} tokens after the cache is full"
         if (out == torch.inf).all(-1).any():
             when = f"{step} tokens after the cache is full" if step else "as soon as the cache is full"
-            return f"every slot is +inf {when}, so nothing may be evicted; protect at most {on.capacity} tokens"
+            return f"every slot is +inf {when}, so nothing may be evicted: `bind` must refuse a capacity that is too small"
     return ""
 
 

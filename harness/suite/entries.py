@@ -94,7 +94,8 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         chosen = _values(validated(schema, one, source, location))
         budget, evict, positions, limit, seed, kv = (chosen.pop(k, None) for k in AXES)
         if "capacity" in schema.model_fields and budget is None:
-            raise source.error(location, f"{name} needs a capacity")
+            form = f"{{name: {name}, capacity: 256}}, or --set capacity=256 for all"
+            raise source.error(location, f"{name} needs a capacity: {form}")
         overridden = [key for key in one if key != "seed" and source.is_overridden((*location, key))]
         place = location if overridden or "capacity" in given or suite.capacity is None else ()
         blamed = (*place, *(overridden or ["capacity"])[:1])
