@@ -1,16 +1,16 @@
-"""The attention function that an unmodified Hugging Face model calls, and attention where nothing is evicted.
+"""The attention function that an unmodified Hugging Face model calls, and attention without eviction.
 
-The model runs with `use_cache=False`, without a mask function, and with all position ids 0, where RoPE does nothing. So the
-function gets the plain q, k and v of the new tokens, and a backend does everything after. The backend is a context variable,
-because some model families don't pass keyword arguments on to their attention.
+The model runs with `use_cache=False`, without a mask function, and with all position ids 0, where RoPE changes nothing. The
+function therefore receives unrotated q, k and v of the new tokens, and a backend computes the rest. The backend is a context
+variable, because some model families don't pass keyword arguments on to their attention.
 
-At position 0 RoPE rotates by an angle of 0, which returns the same numbers but takes ten kernels in every layer. The functions
-that do it are found by their names in the model's files; the probe run at load decides whether they can be left out.
+At position 0, RoPE changes no number but launches ten kernels in every layer. The rotary functions are identified by their names
+in the model's files. A probe run at load decides whether they can be skipped.
 
-Nothing that several threads share is changed for the length of a forward pass. `answered_by` and `RotaryFunctions.skipped` set
-context variables, which the config's attention implementation and the rotary functions look up at every call. So other forward
-passes of the same model, in other threads, stay as they are. A compiler can't follow a context variable, so compiled code takes
-the config's own implementation, and the rotary functions that `compiling` names.
+A forward pass changes no state that threads share. `answered_by` and `RotaryFunctions.skipped` set context variables, which the
+config's attention implementation and the rotary functions look up at every call. Forward passes of the same model in other
+threads are therefore not affected. A compiler can't follow a context variable, so compiled code takes the config's own
+implementation, and the rotary functions that `compiling` names.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, N = B * H, T tokens, L keys, D head dim.
 """
@@ -32,21 +32,21 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-NAME = "kv_bench"  # of the function, for transformers
+NAME = "kv_bench"  # of the attention function in transformers' registry
 
 _ROTARY = re.compile(r"_?apply_\w*rotary\w*")  # transformers' names: apply_rotary_pos_emb, apply_rotary_emb and so on
 _MAX_SCORES = 2**24  # held in memory at once by `causal`
-_FUSED_QUERIES = 256  # at once, where the kernel holds no scores
+_FUSED_QUERIES = 256  # queries per call, if the kernel holds no scores
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CUDA = {"cuda"}
-_FLASH_DTYPES, _FLASH_MAX_DIM = (torch.bfloat16, torch.float16), 256  # of PyTorch's FlashAttention
+_FLASH_DTYPES, _FLASH_MAX_DIM = (torch.bfloat16, torch.float16), 256  # supported by PyTorch's FlashAttention
 
 
 class Terms(NamedTuple):
     """The parameters of a layer's attention besides q, k and v, as the model passed them."""
 
     scaling: float
-    sliding_window: int | None = None  # tokens a query sees, itself included
+    sliding_window: int | None = None  # tokens that a query sees, its own included
     softcap: float | None = None  # score = softcap * tanh(score / softcap)
     sink_logits: Tensor | None = None  # a learned logit per query head that joins the softmax without a value. [H * G]
 
@@ -55,7 +55,7 @@ class Backend(Protocol):
     """Computes the attention of a model's layers."""
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Attention of one layer. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, Q, T, Dv]."""
+        """Compute the attention of one layer. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, Q, T, Dv]."""
 
 
 def _attention(
@@ -64,14 +64,14 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    dropout: float = 0.0,  # sixth, as in transformers' own: who wraps attention functions passes it by position
+    dropout: float = 0.0,  # sixth parameter, as in transformers: wrappers pass it by position
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers."""
+    """Attention function registered with transformers."""
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one is a sink logit of 0
         terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
@@ -90,13 +90,13 @@ def _attend(
     softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """Attention of one layer, by the backend of the current forward pass. [B, Q, T, D] and so on -> [B, T, Q, Dv]."""
+    """Compute the attention of one layer by the current backend. Inputs as in `Backend.attend` -> [B, T, Q, Dv]."""
     terms = Terms(scaling, sliding_window, softcap, sink_logits)
     return BACKEND.get().attend(layer, query, keys, values, terms).transpose(1, 2).contiguous()
 
 
 def _empty_answer(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
-    """A tensor like what `_attend` returns, for the compiler."""
+    """Return an empty tensor with the shape and dtype of the result of `_attend`, for the compiler."""
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
 
 
@@ -122,7 +122,7 @@ def implemented_by(name: str) -> Iterator[None]:
 
 
 def forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: Backend, keep: Tensor | int) -> Tensor:
-    """A model's forward pass, with attention computed by `backend`. -> logits of the tokens to keep."""
+    """Run a model's forward pass, with attention computed by `backend`. -> logits of the tokens to keep."""
     with answered_by(backend):
         out = hf(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
     logits: Tensor = out.logits
@@ -130,18 +130,18 @@ def forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: Bac
 
 
 def _implementation(config: PreTrainedConfig) -> str | None:
-    """Name of the function that computes attention: the current context's, else the config's own."""
+    """Return the name of the attention function: the current context's, or else the config's own."""
     own: str | None = config._attn_implementation_internal
     return own if torch.compiler.is_compiling() else _IMPLEMENTATION.get() or own
 
 
 BACKEND: ContextVar[Backend] = ContextVar("backend")  # of the current forward pass
-_IMPLEMENTATION: ContextVar[str | None] = ContextVar("implementation", default=None)  # None: that of each model's config
+_IMPLEMENTATION: ContextVar[str | None] = ContextVar("implementation", default=None)  # None: that of the model's config
 _of_config: Any = PreTrainedConfig._attn_implementation
 PreTrainedConfig._attn_implementation = property(_implementation, _of_config.fset)  # type: ignore[method-assign, assignment]
 AttentionInterface.register(NAME, _attention)
-# The same as an operation that a compiler doesn't look into. What the backend writes to its cache is no business of the graph:
-# the order of layers follows from what they return.
+# `_attend` as an operation that a compiler does not trace. The graph need not know that the backend writes to its cache: data
+# dependencies decide the order of layers.
 _opaque = torch.library.custom_op(
     "kv_bench::attend",
     _attend,
@@ -153,12 +153,12 @@ _opaque.register_fake(_empty_answer)
 
 
 def unchanged(query: Tensor, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Stands in for a function that rotates both."""
+    """Stand-in for a function that rotates queries and keys."""
     return query, keys
 
 
 def contiguous(query: Tensor, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Stands in for a function that rotates both and returns them in a layout of its own, as partial RoPE does."""
+    """Stand-in for a function that returns rotated queries and keys as contiguous tensors, as partial RoPE does."""
     return query.contiguous(), keys.contiguous()
 
 
@@ -183,11 +183,11 @@ class _Skippable:
 
 @dataclass(frozen=True)
 class RotaryFunctions:
-    """The functions by which a model's layers rotate queries and keys.
+    """Functions by which a model's layers rotate queries and keys.
 
     Attributes:
-        places: the Python module, the name there, and the function.
-        stand_in: takes their place while they are skipped.
+        places: Python module, name in the module, and function.
+        stand_in: function that replaces the rotary functions while they are skipped.
     """
 
     places: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = ()
@@ -195,7 +195,7 @@ class RotaryFunctions:
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
-        """Leave them out in this context. They stay what they are in all others."""
+        """Skip the rotary functions in this context. Other contexts are not affected."""
         for module, name, function in self.places:
             if not isinstance(vars(module)[name], _Skippable):
                 setattr(module, name, _Skippable(function))
@@ -207,7 +207,7 @@ class RotaryFunctions:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Leave them out of code that is compiled meanwhile, in all threads."""
+        """Skip the rotary functions in code that is compiled in the meantime, in all threads."""
         _Skippable.compiled = self.stand_in if self.places else None
         try:
             yield
@@ -223,18 +223,18 @@ def rotary_functions(model: nn.Module) -> tuple[tuple[ModuleType, str, Callable[
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same numbers (0 and -0 count as one) in the same layout."""
+    """Return whether two tensors hold the same numbers (0 equals -0) in the same layout."""
     layouts = [[step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in (a, b)]
     return a.dtype == b.dtype and bool(a.equal(b)) and layouts[0] == layouts[1]
 
 
 def weights(scores: Tensor, terms: Terms, heads: int, visible: Tensor | None = None) -> Tensor:
-    """Softmax over the keys, in float32 or wider. [N, G, L] -> [N, G, L].
+    """Compute the softmax over the keys, in float32 or wider. [N, G, L] -> [N, G, L].
 
     Args:
         scores: scaled dot products, rows ordered (stream, head).
-        terms: their softcap and sink logits are applied here.
-        heads: H, to arrange the sink logits.
+        terms: softcap and sink logits are applied.
+        heads: H, which arranges the sink logits.
         visible: keys that may be attended; all when None. Broadcasts to [N, G, L], bool.
     """
     if scores.dtype.itemsize < 4:
@@ -251,13 +251,13 @@ def weights(scores: Tensor, terms: Terms, heads: int, visible: Tensor | None = N
 
 
 def logits_of(scores: Tensor, terms: Terms) -> Tensor:
-    """Scores as the softmax takes them. Any shape; float32 or wider."""
+    """Return the inputs of the softmax: scores after the softcap. Any shape; float32 or wider."""
     scores = scores.float() if scores.dtype.itemsize < 4 else scores
     return scores if terms.softcap is None else torch.tanh(scores / terms.softcap) * terms.softcap
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: Tensor | None = None) -> Tensor:
-    """Causal attention of the last T of L tokens, in chunks of queries.
+    """Compute causal attention of the last T of L tokens, in chunks of queries.
 
     Args:
         query: rotated. [B, H, G, T, D].
@@ -301,13 +301,13 @@ def can_fuse(query: Tensor, values: Tensor, terms: Terms) -> bool:
 def fused_attention(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of groups of queries by PyTorch's fused kernel for CPUs, which also returns the log-sum-exp.
+    """Compute attention by PyTorch's fused kernel for CPUs, which also returns the log-sum-exp.
 
     Args:
         query: rotated. [B, H, G, T, D].
         keys: rotated. [B, H, L, D].
         values: [B, H, L, D].
-        mask: added to the scores; nothing is when None. [G * T, L].
+        mask: added to the scores; None for no mask. [G * T, L].
 
     Returns:
         [B, H, G, T, D], and the log-sum-exp of the scaled scores, [B, H, G, T], float32 or wider.
@@ -318,7 +318,7 @@ def fused_attention(
 
 
 def _past_and_own(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """`causal` on CPUs: attention to the L - T tokens before the block and to the block itself, merged by their log-sum-exps.
+    """`causal` on CPUs: merge attention to the L - T tokens before the block and attention to the block by log-sum-exps.
 
     Neither part needs a mask in memory, and the fused kernel skips half of the block's own scores.
     """
@@ -331,25 +331,25 @@ def _past_and_own(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -
 
 
 def _lower_right(tokens: int, length: int) -> Tensor:
-    """The causal mask of the last T of L tokens, as a name for it that FlashAttention understands."""
+    """Return the causal mask of the last T of L tokens, in the form that FlashAttention supports."""
     from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, which takes a second
 
     return causal_lower_right(tokens, length)
 
 
 def _needs_equal_heads(query: Tensor, values: Tensor, terms: Terms, is_standard: bool) -> bool:
-    """Whether a fused kernel takes this on CUDA only if there are as many KV heads as query heads.
+    """Return whether a fused CUDA kernel supports this call only if there are as many KV heads as query heads.
 
-    FlashAttention takes groups of query heads, but only 16-bit types and no mask but the causal one; the memory-efficient kernel
-    takes masks and float32, but no groups (up to PyTorch 2.13; `sdp_utils.cpp`); cuDNN may be off. Where none of them takes a
-    call, PyTorch computes all scores.
+    FlashAttention supports groups of query heads, but only 16-bit dtypes and causal masks. The memory-efficient kernel supports
+    all masks and float32, but no groups (up to PyTorch 2.13; `sdp_utils.cpp`). cuDNN may be off. If no kernel supports a call,
+    PyTorch computes all scores.
     """
     flash = is_standard and query.dtype in _FLASH_DTYPES and query.shape[4] == values.shape[3] <= _FLASH_MAX_DIM
     return query.device.type in _CUDA and terms.softcap is None and terms.sink_logits is None and not flash
 
 
 def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms: Terms, padding: Tensor | None) -> Tensor:
-    """Causal attention of the queries at positions `first`, `first + 1`, ..."""
+    """Compute causal attention of the queries at positions `first`, `first + 1`, ..."""
     streams, heads, group, tokens, _ = query.shape
     low = 0 if terms.sliding_window is None else max(0, first - terms.sliding_window + 1)
     keys, values = keys[:, :, low : first + tokens], values[:, :, low : first + tokens]

@@ -1,9 +1,9 @@
 """Banded attention of a block: every query sees the first tokens of the stream and a window of the newest.
 
 This is the closed form of the walk, for policies whose kept tokens are known in advance. A key in the window is at its true
-distance from the query, and a sink is where the position mode puts it. So the queries are rotated twice, and the two parts of
-the softmax are merged by their log-sum-exp. The score matrix of a whole block is never in memory: on CPUs PyTorch's fused
-kernel takes some queries at a time; on CUDA FlexAttention takes the whole block (`kernels/flex_blocks.py`).
+distance from the query; the position mode decides the distance of a sink. The queries are therefore rotated twice, and the two
+parts of the softmax are merged by their log-sum-exp. The score matrix of a whole block is never in memory. On CPUs, PyTorch's
+fused kernel computes chunks of queries; on CUDA, FlexAttention computes the whole block (`kernels/flex_blocks.py`).
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the block, L keys, E sinks, D head dim.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, can_fuse, fused_attention, weights
 
-_MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
+_MIN_CHUNK, _MAX_CHUNK = 64, 128  # bounds of the queries in a chunk, which are as many as the window's tokens
 
 
 class Sinks(NamedTuple):
@@ -30,22 +30,22 @@ class Sinks(NamedTuple):
 
 
 def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int) -> Tensor:
-    """Attention of each query to itself, to the `window` tokens before it, and to the sinks before those.
+    """Compute the attention of each query to its own token, to the `window` tokens before, and to sinks before the window.
 
     Args:
         query: rotated. [B, H, G, T, D].
-        keys: of the block's tokens and of those just before it, rotated. [B, H, L, D].
+        keys: rotated keys of the block and of the tokens just before it. [B, H, L, D].
         values: [B, H, L, Dv].
-        window: tokens before a query that it sees.
-        sinks: the tokens at positions 0, 1, ...; None if there are none.
-        terms: a sliding window in them is ignored.
+        window: number of tokens before a query that the query sees.
+        sinks: tokens at positions 0, 1, ...; None without sinks.
+        terms: other parameters of the attention; a sliding window is ignored.
         first: position of the first key.
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, before = query.shape[3], keys.shape[2] - query.shape[3]
-    start = first + before - window  # of the first query's window
+    start = first + before - window  # position at which the first query's window starts
     outside = None if sinks is None else outside_windows(sinks, tokens, start)
     rows = min(max(_MIN_CHUNK, window), _MAX_CHUNK)
     by_kernel = can_fuse(query, values, terms)
@@ -75,7 +75,7 @@ def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sink
 
 @lru_cache(maxsize=16)
 def _band(tokens: int, before: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask of a band: of L = before + T keys, each query sees its own and the `window` before it. [T, L] bool."""
+    """Return the mask of a band over L = before + T keys: a query sees its own key and the `window` keys before. [T, L] bool."""
     age = torch.arange(before, before + tokens, device=device)[:, None] - torch.arange(before + tokens, device=device)
     return (age >= 0) & (age <= window)
 
@@ -90,7 +90,7 @@ def _additive_mask(tokens: int, before: int, window: int, group: int, dtype: tor
 def _with_all_scores(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sinks: Sinks | None, outside: Tensor | None, terms: Terms
 ) -> Tensor:
-    """Attention with all scores in memory. visible: [T, L] bool; outside: sinks before the window, [T, E] bool."""
+    """Compute attention with all scores in memory. visible: [T, L] bool; outside: sinks before the window, [T, E] bool."""
     tokens, heads = query.shape[3], query.shape[1]
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
     if sinks is not None and outside is not None:
@@ -133,11 +133,11 @@ def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms:
     """`merged` in one dtype."""
     keys, values = sinks.keys[:, :, None].mT * terms.scaling, sinks.values[:, :, None]
     far = (sinks.query @ keys).masked_fill(~outside, -torch.inf)
-    share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # of the whole window, then of every sink
+    share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # share of the window, then of every sink
     return share[..., :1] * near + share[..., 1:] @ values
 
 
 def outside_windows(sinks: Sinks, tokens: int, start: int) -> Tensor:
-    """Sinks that queries see apart from their windows, the first of which begins at `start`. [T, E] bool."""
+    """Return the sinks before each query's window. start: first position of the first query's window. [T, E] bool."""
     windows = torch.arange(start, start + tokens, device=sinks.keys.device)
     return torch.arange(sinks.keys.shape[2], device=sinks.keys.device) < windows[:, None]

@@ -1,4 +1,4 @@
-"""Group the KV heads that share tensors: those of the same shape and the same budget.
+"""Group KV heads of equal shape and equal budget, which share tensors.
 
 Axis letters: B streams, L layers, H KV heads.
 """
@@ -25,13 +25,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table | None:
-    """The policy's budgets, if they are known beforehand and differ between heads.
+    """Return the policy's budgets if they are known in advance and differ between heads; otherwise None.
 
     Args:
         prompt: tokens of the prompt, if eviction waits for its end.
 
     Raises:
-        ValueError: the table has another shape than the model, its budgets don't add up, or whole pages go from it.
+        ValueError: the table does not fit the model's heads, its budgets don't add up, or whole pages are evicted.
     """
     if config.capacity is None:
         return None
@@ -68,10 +68,10 @@ def floor_of(policy: Policy, capacity: int) -> int | None:
 
 
 class Layout:
-    """Makes the slots of a decoder's layers."""
+    """Creates the slots of a decoder's layers."""
 
     def __init__(self, model: Model, config: CacheConfig, streams: int, dtype: torch.dtype | None = None) -> None:
-        """model: whose layers they are for; config: of the cache; streams: B; dtype: of K and V; None: the model's."""
+        """Prepare for a model and a cache. streams: B; dtype: dtype of K and V, the model's when None."""
         self._model, self._config, self._streams, self._dtype = model, config, streams, dtype or model.dtype
         bound = self.bound(config.capacity)
         self._needs_output = any(writes(s) for s in bound.statistics)
@@ -80,7 +80,7 @@ class Layout:
             self._keys_rotated = self._coded_rotated(config.kv, bound)
 
     def for_stream(self, table: Table | None) -> list[Slots]:
-        """Slots that evict while tokens come in."""
+        """Create slots that evict while tokens are read."""
         config, slots = self._config, []
         for (shape, budget), parts in self._grouped(lambda layer, head: table[layer][head] if table else config.capacity).items():
             kept = shape.kept(budget)
@@ -89,7 +89,7 @@ class Layout:
         return slots
 
     def for_prompt(self, length: int, table: Table | None) -> list[Slots]:
-        """Slots that hold a whole prompt, and what the policy wants to know about it at any head's budget."""
+        """Create slots that hold a whole prompt, with the statistics that the policy needs at any head's budget."""
         slots = []
         for (shape, _), parts in self._grouped(lambda *_: None).items():
             room, kept = shape.kept(length), shape.kept(self._config.capacity)
@@ -99,11 +99,11 @@ class Layout:
         return slots
 
     def after_prompt(self, length: int, counts: Sequence[Sequence[int]], table: Table | None) -> list[Slots]:
-        """Slots for what is kept of a prompt by budgets known beforehand.
+        """Create slots for the kept tokens of a prompt, with budgets known in advance.
 
         Args:
             counts: tokens that each head keeps. [L][H].
-            table: the budgets; None if all heads have the same.
+            table: budgets of the heads; None if all heads have the same budget.
         """
         slots, capacity = [], self._config.capacity
         for (shape, (count, budget)), parts in self._grouped(
@@ -115,10 +115,12 @@ class Layout:
         return slots
 
     def as_decided(self, length: int, counts: Sequence[Tensor]) -> list[Slots]:
-        """Slots for what is kept of a prompt that decided itself how much. Heads of a layer that differ in it are padded.
+        """Create slots for the kept tokens of a prompt that decided their number.
+
+        If heads of a layer keep different numbers of tokens, every layer has slots of its own, padded to its largest head.
 
         Args:
-            counts: tokens that each head of all processes keeps, one a layer; the host waits for them. [B, H] int64.
+            counts: tokens that each head keeps, by layer. Syncs with the host. [B, H] int64 each.
         """
         capacity, slots = self._config.capacity, []
         if any(bool((count != count[0, 0]).any()) for count in counts):
@@ -131,7 +133,7 @@ class Layout:
         return slots
 
     def _uneven(self, length: int, layer: int, counts: Tensor) -> Slots:
-        """Slots of one layer whose heads hold different numbers of tokens. counts: [B, H] int64."""
+        """Create slots of one layer whose heads hold different numbers of tokens. counts: [B, H] int64."""
         shape, most = self._model.layers[layer], int(counts.max())
         kept = shape.kept(self._config.capacity)
         cadence, limits = self._afterwards(shape, kept, length, most)
@@ -140,13 +142,16 @@ class Layout:
         return self._slots(shape, [self._part(layer, None)], self.bound(kept), cadence, limits)
 
     def _afterwards(self, shape: LayerShape, kept: int | None, length: int, held: int) -> tuple[Cadence, Budget]:
-        """Cadence and limits after a prompt of which a head holds `held` tokens."""
+        """Return cadence and budget after a prompt of which a head holds `held` tokens."""
         if self._config.evict == "prompt":
             return Cadence.from_start(None).after(length, held), Budget.growing_from(held)
         return Cadence.from_start(kept, self._config.every).after(length, held), self._limits(shape, kept)
 
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
-        """Return the budget of slots that evict while tokens are read. A competing head may hold what all others leave."""
+        """Return the budget of slots that evict while tokens are read.
+
+        A competing head may hold all tokens above the floors of the other heads.
+        """
         floor, pages = None if kept is None else floor_of(self.bound(kept), kept), self._config.pages
         if pages is not None and kept is not None and kept % pages.size:
             raise ValueError(f"a layer with a sliding window keeps {kept} tokens, which don't make up pages of {pages.size}")
@@ -156,12 +161,12 @@ class Layout:
         return Budget(kept, floor, slots=heads * kept - (heads - 1) * floor + self._config.every)
 
     def bound(self, kept: int | None) -> Policy:
-        """The policy for heads that keep this many tokens."""
+        """Return the policy, bound for heads that keep this many tokens."""
         policy = self._config.policy
         return policy if kept is None or self._config.capacity is None else policy.bind(kept)
 
     def _grouped(self, key: Callable[[int, int], Key]) -> dict[tuple[LayerShape, Key], list[LayerHeads]]:
-        """Heads by shape and key. key: of a layer and a head."""
+        """Group heads by shape and key. key: called with a layer and a head."""
         groups: dict[tuple[LayerShape, Key], list[LayerHeads]] = {}
         for layer, shape in enumerate(self._model.layers):
             alike: dict[Key, list[int]] = {}
@@ -177,12 +182,11 @@ class Layout:
         return LayerHeads(layer, heads, output if output is None or heads is None else output[list(heads)])
 
     def _compares_keys(self) -> bool:
-        """Whether the policy, or one of its statistics, looks at keys that are held. If in doubt, it does.
+        """Return whether the policy, or one of its statistics, reads the keys held. If in doubt, return True.
 
-        It does if its code names them: it may look at them under conditions (LagKV, once there are two partitions). Else it is
-        asked with a view that lacks them, on a device where nothing is computed, so that no answer depends on what is held.
-        Rotated keys could be turned back for it, but rounding would then tell equal ones apart, those of a token that comes twice
-        in the first layer.
+        A policy whose code names keys may read them under a condition (LagKV does so once there are two partitions). Any other
+        policy is run with a view without keys, on the meta device, so that the result does not depend on data. Rotating keys back
+        is no alternative: rounding would make equal keys differ, such as those of a repeated token in the first layer.
         """
         shape = self._model.layers[0]
         kept = shape.kept(self._config.capacity)
@@ -198,15 +202,15 @@ class Layout:
             rows.update(rows.observation_buffers(), None)
             policy.importance(rows.view)
             policy.prompt_budgets([rows.view] * len(self._model.layers), self._config.capacity)
-        except Exception:  # the keys are missing, or whatever a user's policy may raise
+        except Exception:  # the view has no keys, or a user's policy raised any other error
             return True
         return False
 
     def _coded_rotated(self, codec: Codec, policy: Policy) -> bool:
-        """Whether keys are rotated before they are coded.
+        """Return whether keys are rotated before they are coded.
 
         Raises:
-            ValueError: the policy looks at keys that a code changes in a way that it can't follow.
+            ValueError: the policy reads keys or sums that the codec would change.
         """
         name, written = type(policy).__name__, [s for s in policy.statistics if writes(s)]
         if codec.codes_later and any(s.per == "head" for s in written):
@@ -226,7 +230,7 @@ class Layout:
         device: torch.device | None = None,
         keys_rotated: bool | None = None,
     ) -> Slots:
-        """Slots; those that are given their statistics are not coded."""
+        """Create slots. Slots with an explicit choice of statistics are not coded."""
         model, config = self._model, self._config
         codec = config.kv if statistics is None else None
         if isinstance(codec, Kivi) and cadence.capacity is not None:
@@ -253,7 +257,7 @@ class Layout:
 
 
 def _names(policy: Policy) -> set[str]:
-    """The names that the methods of a policy use, and of the policies that it holds."""
+    """Return the names used by the methods of a policy and of the policies inside it."""
     held = [value for value in vars(policy).values() if isinstance(value, Policy)]
     methods = (getattr(x, "__code__", None) for kind in type(policy).__mro__ if kind is not Policy for x in vars(kind).values())
     return {name for code in methods if code for name in code.co_names}.union(*map(_names, held))

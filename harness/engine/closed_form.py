@@ -1,4 +1,4 @@
-"""Blocks in closed form, where a policy keeps the first tokens and the newest ones: no walk, the same numbers.
+"""Closed form of blocks, for policies that keep the first and the newest tokens. Results agree with the walk.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens of the block, L keys, D head dim.
 """
@@ -24,17 +24,17 @@ TILE = 128  # queries and keys of FlexAttention's tiles
 
 
 def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, flex: bool = False) -> ClosedForm | None:
-    """The closed form for the layers of one `Slots`; None where what they keep is not known beforehand.
+    """Return the closed form for the layers of one `Slots`; None if the kept tokens are not known in advance.
 
     Args:
-        rope_length: bounds the positions that RoPE is asked for.
-        flex: compute blocks by FlexAttention where it serves.
+        rope_length: upper bound of the positions for which RoPE is computed.
+        flex: compute blocks by FlexAttention where possible.
     """
     if slots.capacity is None or slots.tensors.states or not slots.evicts_each_step:
         return None
     if slots.shape.sliding_window is None:
         band = slots.policy.band(slots.capacity)
-    elif slots.capacity == slots.shape.sliding_window - 1:  # the newest tokens: all others are out of every later query's sight
+    elif slots.capacity == slots.shape.sliding_window - 1:  # no later query sees more than the newest tokens
         band = (0, slots.capacity)
     else:
         band = None
@@ -45,14 +45,17 @@ def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, 
 
 
 class ClosedForm:
-    """Blocks of the layers of one `Slots`, where `band` says what is kept.
+    """Closed form of blocks in the layers of one `Slots`, which keep sinks and a window of the newest tokens.
 
     Attributes:
         may_flex: blocks of whole tiles may go through FlexAttention.
     """
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> None:
-        """Serve layers whose cache is `band`: (sinks, window), which sum to the capacity. Other arguments as in `closed_form`."""
+        """Prepare for layers that keep a band. band: (sinks, window), in tokens; their sum is the capacity.
+
+        Other arguments are those of `closed_form`.
+        """
         assert slots.capacity is not None
         self._rotation, self._capacity = slots.shape.rotation, slots.capacity
         self._mode, self._limit, self._rope_length, self._keys_rotated = mode, limit, rope_length, slots.keys_rotated
@@ -60,23 +63,26 @@ class ClosedForm:
         self.may_flex = False
 
     def takes(self, tokens: int, tokens_before: int) -> bool:
-        """Whether RoPE puts every kept token at one place for the whole block."""
+        """Return whether the closed form can compute a block.
+
+        In mode `clamped`, the window must lie within the limit, and no sink may reach the limit inside the block.
+        """
         if self._mode != "clamped" or self._rotation is None:
             return True
         crossing = tokens_before + tokens > self._limit and tokens_before < self._limit + self._sinks and self._sinks > 0
-        return self._window <= self._limit and not crossing  # sinks reach the limit one by one: those blocks are walked
+        return self._window <= self._limit and not crossing  # sinks reach the limit one by one; such blocks are walked
 
     def __call__(
         self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, tokens_before: int
     ) -> Tensor:
-        """A block through one layer; leaves the slots oldest first.
+        """Read a block into one layer. Afterwards, the slots hold their tokens oldest first.
 
         Args:
-            rows: of the layer, all slots.
+            rows: rows of the layer, with all slots.
             query: unrotated, unscaled, dims in the model's order. [B, H, G, T, D].
             keys: unrotated, dims in the model's order. [B, H, T, D].
             values: [B, H, T, Dv].
-            held: before the block.
+            held: tokens held before the block.
             tokens_before: tokens before the block.
 
         Returns:
@@ -124,20 +130,24 @@ class ClosedForm:
         return out
 
     def _near(self, tokens_before: int) -> tuple[int, int]:
-        """The first token that the block's first query sees in its window: its index among those held, and its position."""
+        """Return the first token in the window of the block's first query: index among the tokens held, and position."""
         if tokens_before > self._capacity:  # there is a gap between the sinks and the window
             return self._sinks, tokens_before - self._window
         first = max(0, tokens_before - self._window)
         return first, first
 
     def _sees_sinks(self, used: int) -> bool:
-        """Whether a query of the block that ends after `used` tokens sees sinks apart from its window."""
+        """Return whether a query of the block that ends after `used` tokens sees sinks before its window."""
         return self._sinks > 0 and used - 1 > self._window
 
     def _far_factors(
         self, count: int, tokens: int, tokens_before: int, rotation: Rotation, like: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """RoPE of the block's queries and of the first `count` tokens, where the position mode puts them. [T, P], [E, P]."""
+        """Return RoPE of the block's queries and of the first `count` tokens, for the distances of the position mode.
+
+        Returns:
+            [T, P], [E, P].
+        """
         query_positions = torch.arange(tokens_before, tokens_before + tokens, device=like.device)
         key_positions = torch.arange(count, device=like.device)
         if self._mode == "cache":
@@ -148,7 +158,7 @@ class ClosedForm:
         return rotation.factors(query_positions, like.dtype, length), rotation.factors(key_positions, like.dtype, length)
 
     def _kept(self, used: int) -> tuple[int, int]:
-        """After `used` tokens: how many of the first tokens are kept, and how many of the newest."""
+        """Return the number of first tokens and the number of newest tokens that are kept after `used` tokens."""
         return (0, used) if used <= self._capacity else (self._capacity - self._window, self._window)
 
     def _positions(self, used: int, rows: Rows) -> Tensor:
@@ -158,7 +168,7 @@ class ClosedForm:
         return kept.expand(len(rows.keys), -1)
 
     def _keep(self, rows: Rows, keys: Tensor, values: Tensor, used: int) -> None:
-        """Store the tokens that remain after the block. keys, values: of all cached and new tokens. [N, L, D]."""
+        """Store the tokens that remain after the block. keys, values: K and V of all cached and new tokens. [N, L, D]."""
         head, tail = self._kept(used)
         parts = [slice(0, head), slice(keys.shape[1] - tail, keys.shape[1])]
         keys, values = (torch.cat([x[:, p] for p in parts], 1) for x in (keys, values))

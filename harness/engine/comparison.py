@@ -21,10 +21,10 @@ from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import CausalAttention
 from kvbench.harness.engine.walk import Walk
 
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or the largest answer of a head
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or to the largest output of a head
 _ROUNDING_16_BITS = 4e-2
-_COUNTED = 0.75  # of a block's tokens, those with the smallest errors, where rounding may change the order of two evictions
-_SAME_CODES = 1e-3  # relative to the largest number of a row: half a step of an 8-bit code is more
+_COUNTED = 0.75  # share of a block's tokens, by smallest error, that count where rounding may swap two evictions
+_SAME_CODES = 1e-3  # relative to the largest number of a row; half a step of an 8-bit code is larger
 
 Row = tuple[int, int, int]  # layer, stream and KV head
 
@@ -59,7 +59,7 @@ class _Recorder:
     """Attention backend that records the inputs of every layer, and attends causally.
 
     Attributes:
-        inputs: in the order in which the layers ran.
+        inputs: inputs of the layers, in the order in which the layers ran.
     """
 
     def __init__(self, model: Model, tokens: int) -> None:
@@ -67,7 +67,7 @@ class _Recorder:
         self._attention = CausalAttention(model, tokens)
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Record the inputs of a layer, and answer them."""
+        """Record the inputs of a layer, and compute its attention."""
         self.inputs.append(LayerInputs(layer, query, keys, values, terms))
         return self._attention.attend(layer, query, keys, values, terms)
 
@@ -81,11 +81,7 @@ def record_inputs(model: Model, tokens: Tensor) -> list[LayerInputs]:
 
 
 class ReplayedModel(Model):
-    """Stand-in for a model that replays recorded inputs of the attention of every layer, and keeps the answers.
-
-    Attributes:
-        answers: of the last call or calls since `take`, by recorded layer. [B, Q, T, Dv] each.
-    """
+    """Stand-in for a model that replays recorded inputs of the attention of every layer, and keeps the answers for `take`."""
 
     def __init__(self, model: Model, inputs: Sequence[LayerInputs], dtype: torch.dtype) -> None:
         """Replay `inputs` in a dtype, from the first token on."""
@@ -114,7 +110,7 @@ class Verdict(NamedTuple):
     Attributes:
         max_error: largest error of the candidate, relative to the tolerance; infinite if an answer is no number.
         rounding_error: largest rounding error of the reference itself, in the same unit; 0.0 if the reference counts as exact.
-        diverged: rows that held other tokens than the reference's after some block, so that not all was compared.
+        diverged: rows that held other tokens than the reference after some block, so that not all blocks were compared.
         uncompared: layers of which no row was compared, in blocks or in single tokens.
         other_victims: share of the tokens evicted by the reference that the candidate still holds.
     """
@@ -129,19 +125,19 @@ class Verdict(NamedTuple):
 class ReferenceComparison:
     """Compares a candidate with a reference decoder while both replay the same blocks.
 
-    Heads that hold other tokens than the reference's are not compared: rounding may change which token is evicted. Nor are heads
-    of a coded cache whose errors are large and whose codes differ, because rounding may change a code by a step. In 16 bits,
-    two evictions may also change places within a block, which can't be observed afterwards. There a quarter of a block's tokens
-    don't count, if the policy looks at attention. All single tokens count.
+    Heads that hold other tokens than the reference are not compared, because rounding may change which token is evicted. Heads
+    of a coded cache with large errors and different codes are not compared either, because rounding may change a code by a step.
+    In 16 bits, rounding may also swap two evictions within a block, which can't be observed afterwards. If the policy reads
+    attention, a quarter of the block's tokens is therefore ignored. Single tokens always count.
     """
 
     def __init__(self, inputs: Sequence[LayerInputs], reads: Mapping[CachedDecoder, torch.dtype], tokens_before: int) -> None:
         """Let decoders replay recorded inputs instead of running their model.
 
         Args:
-            inputs: of every layer.
-            reads: the reference, the candidate and perhaps the reference in a wider dtype, whose answers then count as exact;
-                with the dtypes of their inputs.
+            inputs: recorded inputs of every layer.
+            reads: decoders with the dtypes of their inputs: the reference, the candidate, and optionally the reference in a wider
+                dtype. The answers of the wider reference then count as exact.
             tokens_before: tokens of each stream that the decoders have read before.
         """
         self._reads, self._tokens_read = [*reads], tokens_before
@@ -150,7 +146,7 @@ class ReferenceComparison:
         for read, model in zip(self._reads, self._models, strict=True):
             read.model = model
         self._is_16_bit = not is_exact(reads[self._reads[0]])
-        self._errors: dict[tuple[int, bool], list[Tensor]] = {}  # by layer, and whether of single tokens; [heads, 2]
+        self._errors: dict[tuple[int, bool], list[Tensor]] = {}  # by layer, and whether the block is a single token; [heads, 2]
         self._alike: dict[int, Tensor] = {}  # after the last block: rows that hold the same tokens in all decoders, by layer
         self._diverged: set[Row] = set()
 
@@ -160,7 +156,7 @@ class ReferenceComparison:
         self._tokens_read += tokens.shape[1]
         for read in self._reads:
             read(tokens)
-        judging = [walk.slots for walk in self._reads[0].walks if walk.slots.sees]  # whose policy looks at attention
+        judging = [walk.slots for walk in self._reads[0].walks if walk.slots.sees]  # with policies that read attention
         evicts = any(slots.capacity is not None and self._tokens_read > slots.capacity for slots in judging)
         swaps = self._is_16_bit and not single and evicts
         before, self._alike = self._alike, self._rows_alike()
@@ -175,7 +171,7 @@ class ReferenceComparison:
         self._compare(single=False, swaps=False, alike={layer: torch.ones_like(rows) for layer, rows in self._alike.items()})
 
     def verdict(self) -> Verdict:
-        """Return the judgement over all that was read: an error may be the tolerance, or twice the reference's own error."""
+        """Return the result over all blocks. The allowed error is the tolerance, or twice the reference's rounding error."""
         max_error, rounding_error, uncompared = 0.0, 0.0, set()
         for (layer, _), parts in self._errors.items():
             errors, own = torch.cat(parts).unbind(-1)
@@ -189,7 +185,7 @@ class ReferenceComparison:
         return Verdict(max_error, rounding_error, diverged, uncompared_layers, self._other_victims())
 
     def _compare(self, single: bool, swaps: bool, alike: dict[int, Tensor]) -> None:
-        """Note the errors of the last answers. alike: the rows that count, by layer. [B, H] bool each."""
+        """Note the errors of the last answers. alike: rows that are compared, by layer. [B, H] bool each."""
         by_layer = zip(self._layers, *(model.take() for model in self._models), strict=True)
         for layer, reference, candidate, *wider in by_layer:
             exact = wider[0] if wider else reference
@@ -203,9 +199,9 @@ class ReferenceComparison:
             self._diverged |= {(layer, stream, head) for stream, head in (~rows).nonzero().tolist()}
 
     def _relative(self, x: Tensor, exact: Tensor, dtype: torch.dtype, swaps: bool) -> Tensor:
-        """Error of each head's answers, relative to the tolerance. [B, Q, T, Dv] twice -> [B, Q] float64.
+        """Return the error of each head's answers, relative to the tolerance. x, exact: [B, Q, T, Dv] -> [B, Q] float64.
 
-        The tolerance is a share of the head's largest answer, or in 16 bits of the layer's.
+        The tolerance is a share of the head's largest answer; in 16 bits, of the layer's largest answer.
         """
         x, exact = x.double(), exact.double()
         largest = exact.abs().amax() if self._is_16_bit else exact.abs().amax((-2, -1))[..., None]
@@ -215,11 +211,11 @@ class ReferenceComparison:
         return errors[..., ceil(errors.shape[-1] * (_COUNTED if swaps else 1.0)) - 1]
 
     def _held(self, layer: int) -> list[Tensor]:
-        """Tokens that the rows of a layer hold, for each decoder. [B, H, tokens read] bool each."""
+        """Return the tokens that the rows of a layer hold, for each decoder. [B, H, tokens read] bool each."""
         return [_held_tokens(read, layer, self._tokens_read) for read in self._reads]
 
     def _rows_alike(self) -> dict[int, Tensor]:
-        """Rows that hold the same tokens in all decoders, by layer. [B, H] bool each."""
+        """Return the rows that hold the same tokens in all decoders, by layer. [B, H] bool each."""
         alike = {}
         for layer in self._layers:
             reference, *others = self._held(layer)
@@ -227,7 +223,7 @@ class ReferenceComparison:
         return alike
 
     def _other_victims(self) -> float:
-        """Share of the tokens evicted by the reference that the candidate still holds."""
+        """Return the share of the tokens evicted by the reference that the candidate still holds."""
         others = evicted = 0
         for layer in self._layers:
             reference, candidate, *_ = self._held(layer)
@@ -242,7 +238,7 @@ def _held_tokens(read: CachedDecoder, layer: int, tokens_read: int) -> Tensor:
     for walk, heads, _ in read.shares[layer]:
         slots = read.walks[walk].slots
         rows = read.walks[walk].rows(slots.num_slots, layer)
-        column = rows.position.masked_fill(rows.rank == slots.empty_rank, tokens_read)  # an empty slot counts as none of them
+        column = rows.position.masked_fill(rows.rank == slots.empty_rank, tokens_read)  # empty slots go to an extra column
         held = torch.zeros(len(column), tokens_read + 1, dtype=torch.bool, device=column.device).scatter_(1, column, value=True)
         parts.append((slice(None) if heads is None else heads, held[:, :-1].unflatten(0, (read.streams, -1))))
     out = parts[0][1].new_empty(read.streams, read.model.layers[layer].heads, tokens_read)
@@ -262,7 +258,7 @@ def _same_codes(ours: CachedDecoder, theirs: CachedDecoder, layer: int) -> Tenso
 
 
 def _stored(walk: Walk, layer: int) -> list[Tensor]:
-    """Keys and values of the rows of a layer, as decoded, by age; 0 in empty slots. [N, S, D] each."""
+    """Return the decoded keys and values of a layer's rows, ordered by position; 0 in empty slots. [N, S, D] each."""
     rows = walk.rows(walk.slots.num_slots, layer)
     held = rows.rank < walk.slots.empty_rank
     order = rows.position.masked_fill(~held, -1).argsort(-1)[..., None]
@@ -270,10 +266,10 @@ def _stored(walk: Walk, layer: int) -> list[Tensor]:
 
 
 def is_exact(dtype: torch.dtype) -> bool:
-    """Whether rounding decides next to nothing."""
+    """Return whether the dtype has more than 16 bits, so that rounding hardly ever changes an eviction."""
     return dtype in _ROUNDING
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Tolerance for two computations of the same logits or attention, relative to the largest magnitude."""
+    """Return the tolerance for two computations of the same logits or attention, relative to the largest magnitude."""
     return _ROUNDING.get(dtype, _ROUNDING_16_BITS)

@@ -27,14 +27,16 @@ class CacheConfig:
     """Configuration of a decoder's cache: which tokens are kept, and the positions RoPE gives them.
 
     Attributes:
-        policy: not yet bound to the capacity.
+        policy: policy, not yet bound to the capacity.
         capacity: tokens per KV head kept between steps; None for a policy that never evicts.
-        positions: where RoPE puts a cached token.
+        positions: position mode, which decides the position that RoPE gives to a cached token.
         limit: largest distance in position mode `clamped`, in tokens; the model's training length when None.
-        seed: of the policy's random numbers.
-        evict: 1: after every token. b: the cache grows to capacity + b tokens, then b go at once. "prompt": once, after the
-            prompt, which is read under full attention; then the cache grows. Pages: as b of their size, but whole ones go.
-        kv: how K and V are stored; None: in the model's dtype. A prompt that is cut at its end is in that dtype until then.
+        seed: seed of the policy's random numbers.
+        evict: time of evictions. 1: after every token. b: the cache grows to capacity + b tokens, then b tokens are evicted at
+            once. "prompt": once, at the end of a prompt that is read under full attention; afterwards the cache grows. Pages:
+            as for b = page size, but whole pages are evicted.
+        kv: codec of stored K and V; None stores them in the model's dtype. A prompt that is cut is stored in the model's dtype
+            until its end.
     """
 
     policy: Policy
@@ -65,12 +67,12 @@ class CacheConfig:
 
     @property
     def every(self) -> int:
-        """Tokens that go at once."""
+        """Number of tokens evicted at once."""
         return at_once(self.evict)
 
     @property
     def pages(self) -> Pages | None:
-        """The pages, if whole ones go."""
+        """Pages that are evicted as a whole; None if single tokens are evicted."""
         return pages_of(self.evict) if self.policy.evicts else None
 
 
@@ -105,7 +107,7 @@ class Decoder(Protocol):
             keep: indices of the tokens whose logits to return; all when None. [K] int64.
 
         Returns:
-            Logits for the token after each. [B, T or K, V], the model's dtype.
+            Logits of the token that follows each token. [B, T or K, V], the model's dtype.
         """
 
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
@@ -114,8 +116,8 @@ class Decoder(Protocol):
         Args:
             tokens: prompts of one length. [B, N] int64.
             block: tokens of each stream that pass a layer at once.
-            once: read it under full attention and then evict once, and from then on as the configuration says. It is always
-                read so if the configuration says that prompts alone are cut.
+            once: read the prompt under full attention, evict once at its end, and follow the configuration afterwards. A
+                configuration with `evict="prompt"` always does so.
 
         Returns:
             Logits after the last token. [B, V].
@@ -125,10 +127,10 @@ class Decoder(Protocol):
         """Make room for `tokens` more tokens now, so that no step has to allocate."""
 
     def fork(self, streams: Sequence[int]) -> Decoder:
-        """A decoder whose streams are copies of these, with nothing shared."""
+        """Return a decoder whose streams are copies of the given streams. The decoders share no cache."""
 
     def held(self, positions: Sequence[int]) -> float | None:
-        """Share of these tokens of the first stream that are held, over layers and KV heads; None if unknown.
+        """Return the share of these positions of the first stream that is held, over layers and KV heads; None if unknown.
 
         Syncs with the host.
         """
@@ -143,7 +145,7 @@ class Decoder(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of K and V of the tokens held; the others are slots that are free. Syncs with the host."""
+        """Bytes of K and V of the tokens held, without free slots. Syncs with the host."""
 
     @property
     def state_bytes(self) -> int:

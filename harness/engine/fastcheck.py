@@ -1,9 +1,9 @@
-"""The check that guards every shortcut: the same tokens are read by the plain walk too, past the first evictions.
+"""Check every shortcut against the plain walk on the same tokens, past the first evictions.
 
-Shortcuts for blocks and for single tokens are judged apart, so that a fault in one leaves the other in use. A shortcut that did
-not answer while the two were compared is not used. Where a kernel may be slower than plain PyTorch, both are timed, and the
-faster one is used. Attention of a block in one go, while nothing is evicted, is guarded where a model is loaded: `selfcheck`
-holds it to the model's own forward pass.
+Shortcuts for blocks and shortcuts for single tokens are checked separately, so that a fault in one kind leaves the other in use.
+A shortcut that did not run during the comparison is not used. If a kernel may be slower than plain PyTorch, both are timed, and
+the faster method is used. Attention of a whole block without eviction is checked when a model is loaded: `selfcheck` compares it
+with the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from kvbench.harness.engine.trial import MethodCheck, Trial, blocks_by
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 
-_READ_TOKENS = 600  # of the check, beside those that fill a cache; a little more than it needs
+_READ_TOKENS = 600  # upper bound of the tokens that the check reads in addition to those that fill a cache
 
 
 class FastCheck(NamedTuple):
-    """How a cell is read.
+    """Execution method chosen for a cell.
 
     Attributes:
         method: the shortcuts that agree with the plain walk.
-        blocks: what they come to for blocks: "closed form", "compiled walk", "compiled steps" or "walk"; "full attention" where
-            prompts are cut once.
-        step: and for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels) or
-            "plain".
-        differs: largest error of attention that was measured, relative to the tolerance.
-        refused: why faster methods were not used that should have been, joined by "; "; empty if none was.
-        plain_because: why blocks have nothing faster than the plain walk; empty if they have.
+        blocks: method for blocks: "closed form", "compiled walk", "compiled steps" or "walk"; "full attention" if prompts are
+            cut once.
+        step: method for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels)
+            or "plain".
+        differs: largest measured error of attention, relative to the tolerance.
+        refused: reasons that expected faster methods are not used, joined by "; "; empty if there are none.
+        plain_because: reason that no fast path exists for blocks; empty if one exists.
     """
 
     method: Method
@@ -52,12 +52,12 @@ class FastCheck(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """A method that may be chosen.
+    """Candidate method.
 
     Attributes:
-        name: for whoever reads why it was not chosen.
-        method: with this shortcut, and without those of the other kind (of blocks, or of steps).
-        shortcut: that must have answered, as in `RAN`.
+        name: name of the candidate in messages.
+        method: method with this shortcut, and without shortcuts of the other kind (for blocks, or for steps).
+        shortcut: name, as in `RAN`, of the shortcut that must run.
     """
 
     name: str
@@ -66,16 +66,16 @@ class Rung(NamedTuple):
 
 
 def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool = False) -> FastCheck:
-    """The fastest way of reading that agrees with the plain walk.
+    """Return the fastest method that agrees with the plain walk.
 
     The queries, keys and values of random tokens are recorded in one forward pass, and replayed by the method and by the plain
-    walk, whose caches were filled with the same random K and V. The check compares the attention of each head in every layer, and
-    the tokens kept: of a block in which the cache gets full, of single tokens, and of a block in which every token evicts one.
-    Captured steps are compared with the same steps that are not captured, by logits.
+    walk, whose caches were filled with the same random K and V. The check compares the attention of each head in every layer,
+    and the tokens kept. It reads a block in which the cache becomes full, single tokens, and a block in which every token evicts
+    one. Captured steps are compared with eager steps, by their logits.
 
     Args:
-        config: of the cell; a policy that keeps a cache.
-        streams: of the cell, for times on CUDA; elsewhere one stream is read.
+        config: configuration of the cell, with a policy that keeps a cache.
+        streams: number of streams of the cell, for timing on CUDA. Other devices read one stream.
         fused: also try captured steps whose code is compiled as a whole, which takes up to a minute.
     """
     if config.kv is not None:
@@ -104,7 +104,7 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     step_method, steps, step_reasons = _choose(check, step_ladder, whole, lambda tried: tried.slow_steps)
     if config.policy.evicts:
         blocks = blocks_by(CachedDecoder(model, config, method=block_method))
-    if whole.refused and not block_reasons and not step_reasons:  # they fail only together
+    if whole.refused and not block_reasons and not step_reasons:  # the candidates fail only in combination
         return FastCheck(PLAIN_WALK, "walk" if config.policy.evicts else blocks, "plain", check.max_error, whole.refused, because)
     used = step_method.step_kernel, step_method.captured, step_method.fused
     method = replace(block_method, step_kernel=used[0], captured=used[1], fused=used[2])
@@ -114,7 +114,7 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
 
 
 def remembered_check(model: Model, config: CacheConfig, streams: int = 1, fused: bool = False) -> FastCheck:
-    """The result of `fast_method`, which is called once for a model and a kind of cell: seeds and texts make no difference."""
+    """Return the cached result of `fast_method`. Cells that differ only in their seed or text share a result."""
     known = _CHECKS.setdefault(model.hf, {})
     at_once = streams if model.device.type in trial.TIMED_DEVICES else 1
     cache = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, config.kv)
@@ -128,9 +128,9 @@ _CHECKS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], FastC
 
 
 def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
-    """How a coded cache is read: in runs, or by a kernel for single tokens. A prompt is read in floats, and so is its check.
+    """Return the method for a coded cache: runs, or a kernel for single tokens.
 
-    Codes would only make of a difference in rounding, here and there, one of a whole step of the code.
+    A prompt is read and checked in floats. In codes, a rounding error could become an error of a whole code step.
     """
     once = config.evict == "prompt"
     check = MethodCheck(model, replace(config, kv=None) if once else config, 1)
@@ -155,7 +155,7 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
 
 
 def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> FastCheck:
-    """The fastest way where prompts are cut once: they are read under full attention, and what follows in a cache that grows."""
+    """Return the fastest method if prompts are cut once: full attention for a prompt, and a growing cache afterwards."""
     growing = CacheConfig(Dense(), None, config.positions, config.limit, config.seed)
     chosen, check = fast_method(model, growing, streams, fused), MethodCheck(model, config, streams)
     unfit = check.trial_of_prompt()
@@ -167,10 +167,10 @@ def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> 
 
 
 def _block_ladder(model: Model, config: CacheConfig, fast: CachedDecoder) -> list[Rung]:
-    """Methods that are fast for blocks alone, the best first. fast: a decoder that may take every shortcut."""
+    """Return the candidates for blocks, the best first. fast: decoder that may take every shortcut."""
     walked = CachedDecoder(model, config, method=Method(closed_form=False, walk_kernel=True, walk_graphs=True))
     in_graphs = "walk in graphs" in walked.offers
-    by_kernel = Method(walk_kernel=True, walk_graphs=in_graphs)  # what the closed form can't take is walked
+    by_kernel = Method(walk_kernel=True, walk_graphs=in_graphs)  # walks blocks that the closed form can't compute
     plainly, by_steps = Method(closed_form=False, walk_kernel=True), Method(closed_form=False, walk_steps=True)
     ladder = [
         Rung("FlexAttention", replace(by_kernel, flex=True), "FlexAttention"),
@@ -184,7 +184,7 @@ def _block_ladder(model: Model, config: CacheConfig, fast: CachedDecoder) -> lis
 
 
 def _step_ladder(by_kernel: bool, captured: bool, fused: bool) -> list[Rung]:
-    """Methods that are fast for single tokens alone, the best first."""
+    """Return the candidates for single tokens, the best first."""
     kernels = Rung("step kernels", replace(PLAIN_WALK, step_kernel=True), "step kernel")
     if not captured:
         return [kernels] if by_kernel else []
@@ -200,15 +200,15 @@ def _step_ladder(by_kernel: bool, captured: bool, fused: bool) -> list[Rung]:
 def _choose(
     check: MethodCheck, ladder: Sequence[Rung], whole: Trial, slow: Callable[[Trial], str]
 ) -> tuple[Method, Trial, list[str]]:
-    """The first method that agrees with the plain walk, is used and is not slower; else the plain walk.
+    """Choose the first candidate that agrees with the plain walk, runs and is not slower; otherwise the plain walk.
 
     Args:
-        check: that tries methods.
-        whole: the trial of all that is fast at once. If it did not fail, it stands for the first of the ladder.
-        slow: why a trial's blocks, or steps, are too slow.
+        check: runs the trials.
+        whole: trial of all shortcuts at once. If it succeeded, it counts as the trial of the first candidate.
+        slow: returns the message that a trial's blocks, or steps, are too slow.
 
     Returns:
-        The method with those of its shortcuts that have answered, its trial, and why better ones were not chosen.
+        The method without shortcuts that did not run, its trial, and the reasons that better candidates were rejected.
     """
     reasons = list[str]()
     for index, rung in enumerate(ladder):

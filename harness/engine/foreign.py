@@ -1,7 +1,7 @@
-"""A decoder with somebody else's cache: the unmodified model in its own loop, with its own attention.
+"""Decoder with somebody else's cache, which runs the unmodified model with transformers' attention.
 
-Positions are counted here and passed explicitly, because a cache that evicts may not know how much it has read. What it keeps
-is its own affair; keys are cached as the model rotates them, at their stream positions.
+Positions are counted here and passed explicitly, because a cache that evicts may not know how many tokens it has read. The cache
+alone decides which tokens it keeps. The model rotates keys to their stream positions before they are cached.
 
 Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are returned, V vocabulary.
 """
@@ -32,19 +32,19 @@ _NOT_OF_A_CACHE = (nn.Module, type)
 
 
 class Hooks:
-    """A press' hooks: on the model only while one decoder reads. What the press has noted until then is kept for the next block.
+    """Hooks of a press, installed only while one decoder reads. The state of the press is kept for the decoder's next block.
 
-    A press notes things on itself, and indices of masked keys on the model's attention modules.
+    A press stores state in its own attributes, and indices of masked keys on the model's attention modules.
     """
 
     def __init__(self, policy: Press) -> None:
         self._press = policy.new_press()
-        self.notes: list[tuple[Any, dict[str, Any]]] = []  # of every press inside, and its attributes
-        self._masked: list[Any] = []  # of every attention module
+        self.notes: list[tuple[Any, dict[str, Any]]] = []  # every press inside, and its attributes
+        self._masked: list[Any] = []  # indices of masked keys, by attention module
 
     @contextmanager
     def on(self, modules: Sequence[nn.Module], hf: PreTrainedModel) -> Iterator[None]:
-        """Hook the model."""
+        """Install the hooks on the model in this context."""
         with self._press(hf):
             for press, attributes in self.notes:
                 vars(press).update(attributes)
@@ -58,7 +58,7 @@ class Hooks:
 
 
 def _presses(press: Any) -> Iterator[Any]:
-    """A press and those inside it."""
+    """Yield a press and the presses inside it."""
     yield press
     for value in vars(press).values():
         for inside in value if isinstance(value, list) else [value]:
@@ -67,15 +67,15 @@ def _presses(press: Any) -> Iterator[Any]:
 
 
 class ForeignDecoder:
-    """Reads with a cache that a contestant makes.
+    """Decoder with the cache of a contestant.
 
     Attributes:
-        cache: that the model writes to.
+        cache: cache that the model writes to.
         streams: B.
     """
 
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> None:
-        """Make the cache.
+        """Create the cache.
 
         Raises:
             ValueError: transformers' own attention leaves out a part of the model.
@@ -87,13 +87,15 @@ class ForeignDecoder:
         if not self._loop.attention:
             self._loop = self._loop._replace(attention=usual_attention(model.hf, config.policy))
         self._read = 0  # tokens of each stream
-        self._coded_streams = streams  # whose codes it holds until it codes again
+        self._coded_streams = streams  # number of streams in its codes, until it codes again
         self._hooks = Hooks(config.policy) if isinstance(config.policy, Press) else None
         self._modules = [module for module in model.hf.modules() if hasattr(module, "layer_idx")] if self._hooks else []
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-        """Read a block, token by token where its blocks are not known to give the same. Then `keep` syncs with the host.
+        """Read a block; token by token unless blocks are known to agree with single tokens.
+
+        Reading token by token syncs `keep` with the host.
 
         Raises:
             ValueError: the streams are of unequal length, or longer than the cache.
@@ -110,7 +112,7 @@ class ForeignDecoder:
         return torch.cat([logits[t] for t in wanted], 1) if len(wanted) else logits[0][:, :0]
 
     def _forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        """The model's own forward pass over a block. [B, T] int64 -> [B, T or K, V]."""
+        """Run the model's own forward pass over a block. [B, T] int64 -> [B, T or K, V]."""
         end = self._read + tokens.shape[1]
         if end > self.longest:
             raise ValueError(f"a stream of {end} tokens or more, but the cache ends at {self.longest:.0f}: raise max_cache_len")
@@ -134,11 +136,11 @@ class ForeignDecoder:
         return self._forward(tokens, torch.tensor([tokens.shape[1] - 1], device=tokens.device))[:, -1]
 
     def reserve(self, tokens: int) -> None:
-        """Does nothing: the cache allocates when it wants to."""
+        """Do nothing: the cache decides when to allocate."""
 
     @torch.inference_mode()
     def fork(self, streams: Sequence[int]) -> Self:
-        """A decoder whose streams are copies of these, with nothing shared.
+        """Return a decoder whose streams are copies of the given streams. The decoders share no cache.
 
         Raises:
             ValueError: the cache can't choose streams.
@@ -154,20 +156,20 @@ class ForeignDecoder:
         return other
 
     def _stale(self) -> list[Any]:
-        """The codes of layers that were reordered and have coded nothing since: transformers leaves them as they were."""
+        """Return the codes of layers that were reordered and have coded nothing since. transformers does not reorder codes."""
         layers: list[Any] = self.cache.layers
         stale = [layer for layer in layers if getattr(layer, "_pending_beam_idx", None) is not None]
         return [[layer._quantized_keys, layer._quantized_values] for layer in stale]
 
     @property
     def _bytes_of_others(self) -> int:
-        """Bytes of such codes beyond those of these streams; below 0 if these are more."""
+        """Bytes of stale codes that belong to other streams; negative if there are more streams now than in the codes."""
         stale = storage_bytes(tensors_in(self._stale(), _NOT_OF_A_CACHE))
         return stale - stale * self.streams // self._coded_streams
 
     @property
     def _reorders(self) -> bool:
-        """Whether `reorder_cache` reaches all that is held of each stream. Transformers' reaches the layers' keys and values."""
+        """Whether `reorder_cache` reorders all tensors of a stream. transformers' own reorders keys and values of layers."""
         if self._hooks is not None and any(tensors_in(self._hooks, _NOT_OF_A_CACHE)):
             return False
         if type(self.cache).reorder_cache is not Cache.reorder_cache:
@@ -179,23 +181,23 @@ class ForeignDecoder:
 
     @property
     def _layers(self) -> list[Any]:
-        """The layers that hold keys as a tensor; others hold them in a form of their own."""
+        """Layers that hold their keys as one tensor. Other layers have their own format."""
         layers: list[Any] = self.cache.layers
         return [layer for layer in layers if isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.ndim == 4]
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest stream that fits; infinite if the cache grows or evicts."""
+        """Maximum length of a stream, in tokens; infinite if the cache grows or evicts."""
         full = [layer for layer in self.cache.layers if not getattr(layer, "is_sliding", False)]
         return min((layer.max_cache_len for layer in full if hasattr(layer, "max_cache_len")), default=inf)
 
     def held(self, positions: Sequence[int]) -> float | None:
-        """1 if every layer has room for all tokens; None, unknown, if one has not: which tokens it keeps can't be seen."""
+        """Return 1.0 if all layers hold all tokens; otherwise None, because the kept tokens can't be observed."""
         return 1.0 if self.slots[0] == self._read else None
 
     @property
     def slots(self) -> tuple[float, float]:
-        """(tokens held, tokens attended), averaged over layers. What holds keys in a form of its own counts as all tokens."""
+        """(tokens held, tokens attended), averaged over layers. A quantized layer counts as holding all tokens."""
         lengths = [self._read if hasattr(layer, "_quantized_keys") else layer.keys.shape[2] for layer in self._layers] or [
             self._read
         ]
@@ -203,12 +205,12 @@ class ForeignDecoder:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes allocated for all tensors of the cache. Codes of streams that a fork left behind don't count."""
+        """Bytes allocated for all tensors of the cache, without codes of streams that a fork left out."""
         return storage_bytes(tensors_in(self.cache, _NOT_OF_A_CACHE)) - self._bytes_of_others
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of these tensors, without slots that no token has filled yet."""
+        """Bytes of all tensors of the cache, without slots that no token has filled yet."""
         tensors = {(t.data_ptr(), t.shape): t.nbytes for t in tensors_in(self.cache, _NOT_OF_A_CACHE)}
         free = (1 - min(1, self._read / layer.keys.shape[2]) for layer in self._layers if layer.keys.shape[2])
         sizes = (layer.keys.nbytes + layer.values.nbytes for layer in self._layers if layer.keys.shape[2])
@@ -217,15 +219,15 @@ class ForeignDecoder:
 
     @property
     def state_bytes(self) -> int:
-        """0: what is state and what are keys, only its code knows."""
+        """0: somebody else's cache does not tell its state from its keys and values."""
         return 0
 
 
 def usual_attention(hf: PreTrainedModel, policy: Contestant) -> str:
-    """The attention that was asked for, or else `sdpa` where the family has it.
+    """Return the requested attention; by default `sdpa` if the model family has it, otherwise `eager`.
 
     Raises:
-        ValueError: it leaves out a part of the model.
+        ValueError: transformers' attention leaves out a part of the model.
     """
     if hasattr(hf, "own_attention") or getattr(hf.config.get_text_config(), "zero_sink", False):
         raise ValueError("its attention is not transformers' own, so only our loop can read it with a cache")

@@ -1,6 +1,6 @@
-"""The check that decides how somebody else's cache is read: in blocks only where single tokens give the same.
+"""Check how somebody else's cache may be read: in blocks only if single tokens give the same results.
 
-A cache that evicts gives other results in blocks, where all tokens of a block see what it evicts for the last.
+A cache that evicts gives other results in blocks, because every token of a block sees the tokens that the last one evicts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.own_attention import attention_by
 
 _BLOCKS = (16, 48)  # tokens
-_TOKENS = 96  # read by a cache of transformers, whose blocks are trusted beyond
-_TOKENS_OF_OTHERS = 256  # later it may evict for the first time, so later tokens are read one by one
+_TOKENS = 96  # read by a cache of transformers; later blocks are trusted
+_TOKENS_OF_OTHERS = 256  # read by any other cache; it may start to evict later, so later tokens are read one by one
 _ALL = 2**62
 
 
@@ -32,8 +32,8 @@ class OwnLoopCheck:
     """Result of a contestant's check.
 
     Attributes:
-        slow: why tokens are read one by one; empty if blocks give the same.
-        wrong_length: what the cache says that it has read, where that is wrong.
+        slow: reason that tokens are read one by one; empty if blocks give the same results.
+        wrong_length: message that the cache reports a wrong length; None if the length is right.
     """
 
     loop: OwnLoop
@@ -43,7 +43,7 @@ class OwnLoopCheck:
 
 @torch.inference_mode()
 def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCheck:
-    """Whether a contestant reads blocks as single tokens, on random ones. walk: always read one by one."""
+    """Check on random tokens whether blocks agree with single tokens. walk: always read tokens one by one."""
     read = ForeignDecoder(model, config)
     policy = config.policy
     assert isinstance(policy, Contestant)
@@ -59,7 +59,7 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
         return OwnLoopCheck(loop, "kvpress' hooks tell a prompt by the length of a block", _wrong_length(singly, tokens))
     try:
         expected = singly(ids).float()
-    except Exception as error:  # a user's cache may raise anything; one that can't begin with a token may take a whole prompt
+    except Exception as error:  # a user's cache may raise anything; it may still be able to read a whole prompt
         return OwnLoopCheck(loop, f"single tokens without a prompt: {described(error)}")
     wrong = _wrong_length(singly, tokens)
     if walk:
@@ -82,7 +82,7 @@ def _wrong_length(read: ForeignDecoder, tokens: int) -> str | None:
 
 
 def _attention_that_agrees(model: Model, policy: Contestant, ids: Tensor) -> str:
-    """The attention that was asked for, or else `sdpa` if it computes what `eager` does: it leaves out some families' softcap."""
+    """Return the requested attention; by default `sdpa`, unless it differs from `eager`, as with some families' softcap."""
     usual = usual_attention(model.hf, policy)
     if policy.attention is not None or usual == "eager":
         return usual
@@ -94,5 +94,5 @@ def _attention_that_agrees(model: Model, policy: Contestant, ids: Tensor) -> str
 
 
 def _agree(logits: Tensor, expected: Tensor, model: Model) -> bool:
-    """Whether logits differ by rounding alone. Any shape."""
+    """Return whether logits differ only by rounding. Any shape."""
     return bool((logits - expected).abs().amax() <= rounding_of(model.dtype) * expected.abs().amax().clamp(min=1))

@@ -26,14 +26,14 @@ class Held(NamedTuple):
     keys: Tensor  # [N, n, D]
     values: Tensor  # [N, n, Dv]
     position: Tensor  # [N, n] int64
-    states: list[Tensor]  # one a statistic, [N, n]
+    states: list[Tensor]  # one per statistic, [N, n]
 
 
 class HeldRows:
-    """A window on some rows of `Slots`: tokens, their ranks and positions, and their statistics."""
+    """Window on some rows of `Slots`: tokens, their ranks and positions, and their statistics."""
 
     def __init__(self, slots: Slots, attended: int, layer: int | None = None) -> None:
-        """Look at the first `attended` slots of one layer (its index in the model), or of all."""
+        """Open a window on the first `attended` slots of one layer, or of all layers. layer: index in the model."""
         first = 0 if layer is None else slots.layers.index(layer)
         layers = slice(first, len(slots.layers) if layer is None else first + 1)
         heads, tensors = slots.shape.heads, slots.tensors
@@ -47,24 +47,24 @@ class HeldRows:
         self._all_ranks = tensors.rank[part]
         self.free, self.row_base = tensors.free[part], tensors.row_base[part]
         self.heads, self.keys_rotated = heads, slots.keys_rotated
-        self.observed_names = slots.sees  # what statistics read of attention
+        self.observed_names = slots.sees  # parts of attention that statistics read
         self._pages, self._part = tensors.pages, part
         self.base = part.start * slots.num_slots  # flat index of these rows' first slot
         self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
         self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
         shown = {s: x[:, :attended] if s.per == "slot" else x for s, x in self._row_states.items()}
         self.states = {s: x.unflatten(0, (-1, heads)) for s, x in shown.items()}
-        self.summed = [s for s in self.states if s.per == "head" and writes(s)]  # over the tokens that a head holds
-        self._output = slots.parts[layers.start].output  # of one layer only
+        self.summed = [s for s in self.states if s.per == "head" and writes(s)]  # statistics that sum over a head's tokens
+        self._output = slots.parts[layers.start].output  # valid for a single layer only
         of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
         streams = torch.arange(slots.streams, device=self.rank.device)
         self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
         rank, position = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position))
-        index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
+        index = of_layer[:, None, None]  # of the layer; also a placeholder for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
-        # A method of the rows would let view and rows hold each other, and outgrown tensors until the garbage collector runs.
+        # A bound method would make a reference cycle, which keeps outgrown tensors alive until the garbage collector runs.
         self._rotate = partial(_rotated, slots.shape.rotation)
         rest = self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotate
         self.view: CacheView
@@ -77,12 +77,12 @@ class HeldRows:
 
     @property
     def page_table(self) -> Tensor | None:
-        """The pages of each row, in a pool. [R, W] int64."""
+        """Pages of each row; None without a pool. [R, W] int64."""
         return None if self._pages is None else self._pages.table[self._part]
 
     @property
     def page_shape(self) -> tuple[int, int]:
-        """Pages of a row at most, and slots of a page; zeros where there is no pool."""
+        """Maximum number of pages of a row, and slots per page; zeros without a pool."""
         return (0, 0) if self._pages is None else (self._pages.table.shape[1], self._pages.size)
 
     @property
@@ -96,15 +96,15 @@ class HeldRows:
         return self._values.read()
 
     def of_streams(self, x: Tensor) -> Tensor:
-        """[B, T] -> [R, T]."""
+        """Repeat values of streams for each row. [B, T] -> [R, T]."""
         return x.index_select(0, self.stream_of_row)
 
     def count(self) -> Tensor:
-        """Tokens that each row holds. [R] int64."""
+        """Return the number of tokens that each row holds. [R] int64."""
         return (self.rank < self._slots.empty_rank).sum(-1)
 
     def account(self, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ranks and positions in the order in which keys are stored, and the steps of their rows. step: [R] int64."""
+        """Return ranks and positions in the order in which keys are stored, and the steps of their rows. step: [R] int64."""
         if self._pages is None:
             return self.rank, self.position, step
         pages = self._pages.of(self._part)
@@ -113,7 +113,7 @@ class HeldRows:
         return rank, position, step[(self._pages.row[pages] - self._part.start).clamp(min=0)]
 
     def _take_pages(self, last: Tensor) -> None:
-        """Give each row of a pool the pages up to its slot `last`; do nothing without a pool. last: flat indices. [R] int64."""
+        """Allocate the pages of each row up to its slot `last`. No-op without a pool. last: flat indices. [R] int64."""
         if self._pages is not None:
             self._pages.take(self._part, last - self.row_base + 1)
 
@@ -122,16 +122,16 @@ class HeldRows:
         return slots if self._pages is None else self._pages.places(slots)
 
     def empty_slots(self, count: int) -> Tensor:
-        """Flat indices of the first empty slots of each row. [R, count] int64."""
+        """Return flat indices of the first empty slots of each row. [R, count] int64."""
         occupied = (self.rank < self._slots.empty_rank).to(torch.uint8)
         return occupied.argsort(dim=-1, stable=True)[:, :count] + self.row_base[:, None]
 
     def leave(self, free: Tensor) -> None:
-        """Make slots empty again. [R, T] int64."""
+        """Mark slots as empty. free: flat indices. [R, T] int64."""
         self._tensors.flat_rank.index_fill_(0, free.flatten(), self._slots.empty_rank)
 
     def oldest_first(self, count: int, ordered: bool) -> Held:
-        """The `count` tokens that are held, by rank; `ordered`: the slots are in that order already."""
+        """Return the `count` tokens held, oldest first. ordered: the slots are already in this order."""
         states = [x.flatten(0, 1) for s, x in self.states.items() if s.per == "slot"]
         if ordered:
             return Held(self.keys[:, :count], self.values[:, :count], self.position[:, :count], [x[:, :count] for x in states])
@@ -141,7 +141,14 @@ class HeldRows:
         return Held(keys, values, self.position.take_along_dim(order, 1), states)
 
     def put(self, keys: Tensor, values: Tensor, position: Tensor, counts: Tensor | None = None) -> None:
-        """Hold these tokens and no others, oldest first first. [N, n, D], [N, n, Dv], [N, n] int64; `counts` of each, [N]."""
+        """Replace the cached tokens of each row by these tokens, oldest first.
+
+        Args:
+            keys: [N, n, D].
+            values: [N, n, Dv].
+            position: [N, n] int64.
+            counts: number of tokens of each row; n when None. [N] int64.
+        """
         self.hold(position)
         if counts is not None:
             self.shorten(counts)
@@ -150,7 +157,7 @@ class HeldRows:
         self._values.put(values)
 
     def hold(self, position: Tensor) -> None:
-        """Enter in the account that the first slots hold the tokens at these positions, oldest first. [N, n] int64."""
+        """Set ranks and positions as if the first slots hold the tokens at these positions, oldest first. [N, n] int64."""
         count = position.shape[1]
         self.position[:, :count] = position
         self.rank[:, :count] = torch.arange(count, device=position.device)
@@ -158,18 +165,18 @@ class HeldRows:
         self.free.copy_(self.row_base + count)
 
     def shorten(self, counts: Tensor) -> None:
-        """After `hold`: keep only the first `counts` tokens of each row. [N] int64."""
+        """Keep only the first `counts` tokens of each row. Call it after `hold`. counts: [N] int64."""
         self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
         self.free.copy_(self.row_base + counts)
 
     def written(self, key: Tensor, value: Tensor, step: Tensor, ids: Tensor) -> dict[Statistic, Tensor]:
-        """Compute what statistics note of tokens when they are written, in the rows of one layer. [N, T, *k] each.
+        """Compute the first values of statistics for written tokens, in the rows of one layer. [N, T, *k] each.
 
         Args:
             key: unrotated, paired. [N, T, D].
             value: [N, T, Dv].
             step: [N, T] int64.
-            ids: of the tokens. [N, T] int64.
+            ids: ids of the tokens. [N, T] int64.
         """
         if not any(writes(s) for s in self.states):
             return {}
@@ -182,14 +189,14 @@ class HeldRows:
     def note_written(
         self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None
     ) -> None:
-        """Set what statistics compute of tokens when they are written, in the rows of one layer.
+        """Set the first values of statistics for written tokens, in the rows of one layer.
 
         Args:
             free: flat indices of the tokens' slots. [N, T] int64.
             key: unrotated, paired. [N, T, D].
             value: [N, T, Dv].
             step: [N, T] int64.
-            ids: of the tokens. [N, T] int64.
+            ids: ids of the tokens. [N, T] int64.
             valid: tokens that count; all when None. [N, T] bool.
         """
         if (codec := self._slots.codec) is not None:
@@ -197,7 +204,7 @@ class HeldRows:
         self.set_written(free, self.written(key, value, step, ids), valid)
 
     def set_written(self, free: Tensor, first_values: Mapping[Statistic, Tensor], valid: Tensor | None = None) -> None:
-        """Set what `written` computed of tokens. free, valid: as of `note_written`; first_values: [N, T, *k] each."""
+        """Set the first values that `written` computed. free, valid: as in `note_written`; first_values: [N, T, *k] each."""
         for statistic, first in first_values.items():
             if statistic.per == "slot":
                 state = self._tensors.flat_states[statistic]
@@ -207,27 +214,32 @@ class HeldRows:
                 self._row_states[statistic] += added.sum(1)
 
     def forget(self, victims: Tensor) -> None:
-        """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
+        """Subtract evicted tokens from sums over a head's tokens, before their slots are reused. victims: [R, S] bool."""
         for statistic, lost in self._sums(victims).items():
             self._row_states[statistic] -= lost
 
     def forget_one(self, victim: Tensor, evicted: Tensor) -> None:
-        """Take a token of each row out of such sums. victim: its slot, [R, 1] int64; evicted: rows that lose one, [R, 1] bool."""
+        """Subtract one evicted token per row from sums over a head's tokens, before its slot is reused.
+
+        Args:
+            victim: slot of the token. [R, 1] int64.
+            evicted: rows that evict a token. [R, 1] bool.
+        """
         for statistic, lost in self._sums(evicted, victim).items():
             self._row_states[statistic] -= lost
 
     def count_again(self) -> None:
-        """Set sums over what a head holds to those of what is stored, if a code has changed it."""
+        """Compute sums over a head's tokens again from the stored K and V, which a codec has changed. No-op without a codec."""
         sums = self._sums(self.rank < self._slots.empty_rank) if self._slots.codec else {}
         for statistic, held in sums.items():
             self._row_states[statistic].copy_(held)
 
     def _sums(self, tokens: Tensor, slots: Tensor | None = None) -> dict[Statistic, Tensor]:
-        """Sums over some of the tokens that heads hold, as stored.
+        """Return sums over some of each head's tokens, from the stored K and V.
 
         Args:
-            tokens: those that count. [R, n] bool.
-            slots: of the n tokens; all when None. [R, n] int64.
+            tokens: tokens that are summed. [R, n] bool.
+            slots: slots of the n tokens; all when None. [R, n] int64.
 
         Returns:
             [R, *k] float64 each.
@@ -253,10 +265,10 @@ def _rotated(rotation: Rotation | None, x: Tensor, position: Tensor) -> Tensor:
 
 
 def writes(statistic: Statistic) -> bool:
-    """Whether a statistic computes something when a token is written."""
+    """Return whether a statistic computes a value when a token is written."""
     return type(statistic).written is not Statistic.written
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:
-    """`x` with axes of size 1 at its end, to as many as `other` has."""
+    """Append axes of size 1 to `x`, until it has as many axes as `other`."""
     return x.view(*x.shape, *[1] * (other.dim() - x.dim()))

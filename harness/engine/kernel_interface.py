@@ -1,7 +1,7 @@
-"""The engine's access to `kvbench.harness.kernels`, a package that it can do without.
+"""The engine's interface to the optional package `kvbench.harness.kernels`.
 
-No other module imports that package. If it can't be imported, every function here returns what makes the engine read by its own
-PyTorch code, and the reason is recorded with the cell.
+No other module of the engine imports that package. If it can't be imported, every function here returns a value that makes the
+engine use its own PyTorch code, and the reason is recorded with the cell.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, T tokens, S slots attended,
 D key dim, Dv value dim, V vocabulary, k extra axes of a statistic.
@@ -65,7 +65,7 @@ class ReleaseKernel(Protocol):
 
     Attributes:
         updates: the kernel also updates the statistics; otherwise they are updated before.
-        of_layer: the rows may be those of one layer.
+        of_layer: the kernel accepts the rows of a single layer.
     """
 
     updates: bool
@@ -77,8 +77,8 @@ class ReleaseKernel(Protocol):
         Args:
             slots: the first values of the token's statistics are already in its slot.
             mass: softmax weights, if a statistic needs them. [R, G, S].
-            step: of the token. [R] int64.
-            full: every stream holds `capacity + every` tokens and evicts `every` of them; if False, none does.
+            step: step of the token. [R] int64.
+            full: every stream holds `capacity + every` tokens and evicts `every` of them; if False, no stream evicts.
         """
 
 
@@ -87,8 +87,8 @@ class WalkKernel(Protocol):
 
     Attributes:
         leaves_ordered: after the walk, the slots hold their tokens oldest first.
-        rotates: takes queries and keys as the model computes them; otherwise queries are rotated and scaled before.
-        in_graphs: replays its launches as CUDA graphs.
+        rotates: the kernel takes queries and keys as the model computes them; otherwise queries are rotated and scaled before.
+        in_graphs: the kernel replays its launches as CUDA graphs.
     """
 
     leaves_ordered: bool
@@ -114,12 +114,12 @@ class WalkKernel(Protocol):
             layer: its index in the model.
             query: unrotated, dims in the model's order, if the kernel `rotates`; otherwise rotated and scaled, with paired dims
                 side by side. [B, H, G, T, D].
-            keys: unrotated, dims in the order of the query's. [B, H, T, D].
+            keys: unrotated, dims in the same order as the query. [B, H, T, D].
             values: [B, H, T, Dv].
-            scaling: of the scores, if the kernel `rotates`.
+            scaling: scaling of the scores, used if the kernel `rotates`.
             ordered: the slots hold their tokens oldest first.
             tokens_before: tokens before the block.
-            written: first values of statistics that compute them. [N, T, *k] each.
+            written: first values, for statistics that compute them. [N, T, *k] each.
 
         Returns:
             [B, H, G, T, Dv], dtype of the values.
@@ -127,14 +127,14 @@ class WalkKernel(Protocol):
 
 
 class Kernels(NamedTuple):
-    """The kernels that serve some layers; None where PyTorch code serves them.
+    """Kernels for the layers of one `Slots`; None where PyTorch code is used.
 
     Attributes:
         step: attention of single tokens.
         release: eviction after single tokens.
         walk: blocks of several tokens.
-        lost: why a kernel that exists can't be used, such as a missing compiler; empty if none is lost.
-        plain_because: why no kernel walks blocks of these layers under this policy; empty if one does.
+        lost: reason that an existing kernel can't be used, such as a missing compiler; empty if there is none.
+        plain_because: reason that no kernel walks blocks of these layers under this policy; empty if a kernel does.
     """
 
     step: StepKernel | None = None
@@ -148,7 +148,7 @@ class StepGraphs(Protocol):
     """Decode steps of one decoder, captured as CUDA graphs.
 
     Attributes:
-        refused: why steps run eagerly after all; empty if they don't.
+        refused: reason that steps run eagerly despite the graphs; empty if there is none.
         replayed: number of steps replayed.
     """
 
@@ -156,7 +156,7 @@ class StepGraphs(Protocol):
     replayed: int
 
     def fresh(self, after: int | None = None) -> Self:
-        """Graphs for another decoder, none captured yet. after: steps before the first capture; unchanged when None."""
+        """Return graphs for another decoder, with nothing captured. after: steps before the first capture; None keeps it."""
 
     def __call__(
         self,
@@ -171,7 +171,7 @@ class StepGraphs(Protocol):
 
         Args:
             slots: identifies the tensors that the step reads and writes. Once they change, all graphs are dropped.
-            phase: all else that the host decides about the step.
+            phase: identifies all other decisions of the host about the step.
             alive: objects that the graph reads from, kept alive with it.
             step: the eager step.
             tokens: [B, 1] int64.
@@ -210,7 +210,7 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
 
 
 def flex_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> ClosedForm | None:
-    """Return the closed form that uses FlexAttention where it serves; None without kernels. Arguments: as of `ClosedForm`."""
+    """Return a closed form that uses FlexAttention where possible; None without kernels. Arguments are those of `ClosedForm`."""
     package, _ = _package()
     form: ClosedForm | None = None if package is None else package.flex_form(slots, mode, limit, rope_length, band)
     return form
@@ -224,7 +224,7 @@ def step_graphs() -> StepGraphs | None:
 
 
 def capture_failure() -> str:
-    """Return why this process can't capture CUDA graphs any more; empty if it can."""
+    """Return the reason that this process can't capture CUDA graphs any more; empty if it can."""
     package, _ = _package()
     return "" if package is None else str(package.capture_failure())
 
@@ -243,6 +243,6 @@ def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def why_not_compiled(policy: Policy) -> str:
-    """Return why a bound policy has no compiled walk on this CPU; empty if it has one."""
+    """Return the reason that a bound policy has no compiled walk on this CPU; empty if it has one."""
     package, missing = _package()
     return missing if package is None else str(package.why_not_compiled(policy))

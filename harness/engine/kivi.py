@@ -1,7 +1,7 @@
-"""KIVI's stores: keys coded per channel over groups of tokens, values per token, and the newest of both as floats.
+"""Stores of KIVI: keys coded per channel over groups of tokens, values coded per token, and the newest K and V as floats.
 
-Tokens are counted by rank. Nothing is evicted, so a token's rank is its slot, and never changes. A step reads as floats the keys
-of its own block of `residual` tokens, and the values of `residual` older tokens and its own.
+Tokens are counted by rank. Nothing is evicted, so a token's rank equals its slot and never changes. A step reads the keys of its
+own block of `residual` tokens as floats. It also reads the values of its own token and of `residual` older tokens as floats.
 
 Axis letters: R rows of all layers, N rows of a window, S slots, D head dim, W residual, b blocks of W keys, g groups in a block.
 """
@@ -18,14 +18,14 @@ from kvbench.harness.engine.slot_stores import CodedStore, CodedWindow, Window, 
 
 
 class KiviKeys:
-    """Keys, coded a block at a time.
+    """Store of keys that are coded in blocks of tokens.
 
     Attributes:
-        codec: of the keys.
+        codec: codec of the keys.
         codes: [R, b, D, W * bits / 8] uint8.
         scale: [R, b, D, g], the model's dtype.
-        zero: the same.
-        exact: the newest keys, each at its slot modulo W. [R, W, D].
+        zero: value that code 0 stands for. [R, b, D, g], the model's dtype.
+        exact: newest keys, each at its slot modulo W. [R, W, D].
     """
 
     def __init__(self, codec: Kivi, codes: Tensor, scale: Tensor, zero: Tensor, exact: Tensor) -> None:
@@ -47,7 +47,7 @@ class KiviKeys:
         return cls(codec, codes, scale, zero, like.new_zeros(rows, residual, dims))
 
     def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> KiviKeysWindow:
-        """The first `slots` slots of some rows."""
+        """Return a window on the first `slots` slots of some rows."""
         return KiviKeysWindow(self, rows, slots, rank[rows])
 
     def extended(self, slots: int) -> KiviKeys:
@@ -60,49 +60,55 @@ class KiviKeys:
         return KiviKeys(self.codec, *(change(x) for x in (self.codes, self.scale, self.zero, self.exact)))
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
-        """Bytes that the tokens held take: of those that don't make up a block, as floats."""
+        """Return the bytes of the keys held. Keys of an incomplete block are floats."""
         count, (dims, itemsize) = held.sum(-1), (self.exact.shape[-1], self.exact.itemsize)
         blocks = int((count // self.codec.residual).sum()) * self.codec.block_bytes(dims, itemsize)
         return blocks + int((count % self.codec.residual).sum()) * dims * itemsize
 
 
 class KiviKeysWindow(Window):
-    """Some rows of keys."""
+    """Window on some rows of keys."""
 
     def __init__(self, store: KiviKeys, rows: slice, slots: int, rank: Tensor) -> None:
-        """rank: of all slots of these rows. [N, *] int64."""
+        """Open a window. rank: ranks in all slots of these rows. [N, *] int64."""
         self._codec, self._slots, self._rank = store.codec, slots, rank
         self._parts = store.codes[rows], store.scale[rows], store.zero[rows]
         self._exact, self._row = store.exact[rows], torch.arange(len(rank), device=rank.device)
         self.parts = *self._parts, self._exact
 
     def read(self) -> Tensor:
-        """Codes of complete blocks, and the keys of the newest token's block as they are."""
+        """Return the decoded keys of complete blocks, and the exact keys of the newest token's block. [N, S, D]."""
         slot, size = torch.arange(self._slots, device=self._rank.device), self._codec.residual
         newest = (count_of(self._rank) - 1)[:, None]
         ours = (slot // size == newest // size)[..., None]
         return torch.where(ours, self._exact[:, slot % size], self._decoded())
 
     def _decoded(self) -> Tensor:
-        """Decode the keys of complete blocks; zeros in slots whose block has no room. [N, S, D], the model's dtype."""
+        """Decode the keys of all blocks; slots after the last whole block are zero. [N, S, D], the model's dtype."""
         keys = decoded(*self._parts, self._codec.bits).mT.flatten(1, 2)
         missing = self._slots - keys.shape[1]
         return torch.nn.functional.pad(keys, (0, 0, 0, missing))
 
     def write(self, indices: Tensor, x: Tensor) -> None:
-        """Put keys into slots that follow each other in each row, and code the blocks that they complete."""
+        """Write keys to consecutive slots of each row, and code every block that becomes complete."""
         new = x.unflatten(0, (len(self._row), -1))
         first = indices.view(len(self._row), -1)[:, 0] % self._rank.shape[1]
         self._append(first, new, first.new_full(first.shape, new.shape[1]))
 
     def put(self, x: Tensor) -> None:
-        """Fill the first slots of each row, as many as it holds."""
+        """Fill the first slots of each row, up to the number of tokens that the row holds."""
         if x.shape[1]:
             count = count_of(self._rank)
             self._append(torch.zeros_like(count), x, count)
 
     def _append(self, first: Tensor, new: Tensor, count: Tensor) -> None:
-        """Take keys in, oldest first. first: slot of each row's first; new: [N, T, D]; count: of each row's keys. [N] int64."""
+        """Append keys, oldest first.
+
+        Args:
+            first: slot of each row's first new key. [N] int64.
+            new: [N, T, D].
+            count: number of new keys of each row. [N] int64.
+        """
         size, blocks = self._codec.residual, self._parts[0].shape[1]
         before, of_block = (first % size)[:, None], torch.arange(size, device=new.device)
         known = torch.cat([self._exact, new], 1)
@@ -115,18 +121,18 @@ class KiviKeysWindow(Window):
             for part, coded in zip(self._parts, encoded(block.mT, self._codec), strict=True):
                 part[place] = torch.where(complete, coded, part[place])
         last = (first + count - 1)[:, None]
-        source = last - (last - of_block) % size - first[:, None]  # the newest key of each place, counted from the first
+        source = last - (last - of_block) % size - first[:, None]  # index in `new` of the newest key for each place
         kept = new.take_along_dim(source.clamp(0, new.shape[1] - 1)[..., None], 1)
         self._exact.copy_(torch.where((source >= 0)[..., None], kept, self._exact))
 
     def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
-        """Write a run of tokens, and return each slot in every stage: coded, coded, exempt."""
+        """Write a run of tokens, and return all slots in each stage: coded, coded, exempt."""
         self.write(indices, x)
         return torch.cat([self._decoded(), self._decoded(), with_run(before, indices % self._rank.shape[1], x)], 1)
 
 
 class KiviValues(CodedStore):
-    """Values, coded one by one."""
+    """Store of values that are coded token by token."""
 
     @classmethod
     def of_kivi(cls, codec: Kivi, like: Tensor) -> KiviValues:
@@ -138,29 +144,29 @@ class KiviValues(CodedStore):
         return cls.empty(codec.of_values, like)
 
     def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> KiviValuesWindow:
-        """The first `slots` slots of some rows."""
+        """Return a window on the first `slots` slots of some rows."""
         return KiviValuesWindow(self, rows, slots, rank[rows])
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
-        """Bytes that the tokens held take: of the newest, but one less than a step reads, as floats."""
+        """Return the bytes of the values held. The newest `recent - 1` values are floats."""
         count, (dims, itemsize) = held.sum(-1), (self.exact.shape[-1], self.exact.itemsize)
         exempt = int(count.clamp(max=self.codec.recent - 1).sum())
         return exempt * dims * itemsize + (int(count.sum()) - exempt) * self.codec.bytes_of(dims, itemsize)
 
 
 class KiviValuesWindow(CodedWindow):
-    """Some rows of values."""
+    """Window on some rows of values."""
 
     def _order(self) -> Tensor:
         rank = self._account
         return torch.where(rank < rank.shape[1], rank, -1)
 
     def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
-        """Write a run of tokens, and return each slot in every stage: coded, exempt, exempt."""
+        """Write a run of tokens, and return all slots in each stage: coded, exempt, exempt."""
         both = super().entered(indices, x, before)
         return torch.cat([both, both[:, self._slots :]], 1)
 
 
 def count_of(rank: Tensor) -> Tensor:
-    """Tokens that each row holds. rank: of all slots, [N, S] int64 -> [N] int64."""
+    """Return the number of tokens that each row holds. rank: ranks in all slots, [N, S] int64 -> [N] int64."""
     return (rank < rank.shape[1]).sum(-1)

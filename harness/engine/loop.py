@@ -1,7 +1,7 @@
-"""The decode loop: blocks of T >= 1 tokens through a model whose every layer keeps what its policy says.
+"""The decode loop: read blocks of T >= 1 tokens with a model whose layers keep the tokens that the policy chooses.
 
-T = 1 is a decode step; T = hundreds is how a book is scored; both run the same code. There is no policy name, no metric and
-no clock in here.
+A decode step has T = 1; a book is scored in blocks of hundreds of tokens. Both run the same code. This module contains no policy
+name, no metric and no clock.
 
 Axis letters: B streams, T tokens, V vocabulary, H KV heads, G query heads of a KV head.
 """
@@ -36,7 +36,7 @@ from kvbench.harness.engine.walk import Walk
 
 
 def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> Decoder:
-    """A fresh decoder.
+    """Create a decoder.
 
     Raises:
         ValueError: the policy can't serve this capacity.
@@ -51,25 +51,25 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method 
 
 
 class Share(NamedTuple):
-    """The heads of one layer that one walk answers."""
+    """Heads of one layer whose attention one walk computes."""
 
-    walk: int  # its index
+    walk: int  # index of the walk
     heads: Tensor | None  # KV heads; all when None. [h] int64
-    queries: Tensor | None  # their query heads. [h * G] int64
+    queries: Tensor | None  # query heads of `heads`; all when None. [h * G] int64
 
 
 class BlockInLayers:
-    """A block on its way through the model: answers the attention of every layer by the plans of its walks."""
+    """Attention backend for one block: computes the attention of every layer by the plans of its walks."""
 
     def __init__(self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], block: Block) -> None:
-        """Plan the block. shares: of each layer, the walks that answer it."""
+        """Plan the block. shares: walks and heads, by layer."""
         self.walks, self._shares = walks, shares
         device = block.steps.device
         self._blocks = [block if walk.slots.device == device else block.on(walk.slots.device) for walk in walks]
         self._plans = [walk.begin(own) for walk, own in zip(walks, self._blocks, strict=True)]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Answer one layer's attention from its cache."""
+        """Compute one layer's attention over its cache."""
         shares = self._shares[layer]
         if len(shares) == 1:
             index = shares[0].walk
@@ -85,19 +85,19 @@ class BlockInLayers:
         return out
 
     def end(self) -> None:
-        """After the last layer."""
+        """Finish the block after the last layer."""
         for walk, plan, block in zip(self.walks, self._plans, self._blocks, strict=True):
             walk.end(plan, block)
 
 
 class CachedDecoder:
-    """A decoder that keeps K and V in slots.
+    """Decoder that keeps K and V in slots.
 
     Attributes:
-        walks: one for the heads that share tensors; none before the prompt if that decides what is kept.
-        shares: of each layer, the walks that answer it.
-        graphs: captures steps; None where steps aren't captured.
-        around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
+        walks: walks of the groups of heads that share tensors; empty before the prompt if eviction waits for its end.
+        shares: walks and heads, by layer.
+        graphs: captured steps; None if steps are not captured.
+        around_bookkeeping: context of the bookkeeping at the end of every eager block, e.g. to time it.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CachedDecoder:
         """Allocate the slots.
 
         Args:
-            dtype: of K and V; None: the model's.
+            dtype: dtype of K and V; the model's when None.
 
         Raises:
             ValueError: the policy can't serve this capacity, mode `clamped` has no limit, or the model can't move kept tokens.
@@ -120,8 +120,8 @@ class CachedDecoder:
         self.model, self.config, self._method = model, config, method
         self._layout = Layout(model, config, streams, dtype)
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream
-        self._tokens_read: int | None = 0  # the same, as far as the host knows: None once streams differ
-        self._max_tokens_read = 0  # bounds it for every stream
+        self._tokens_read: int | None = 0  # `_step` on the host; None once streams differ in length
+        self._max_tokens_read = 0  # upper bound for every stream
         self._fused = method.fused
         self.graphs = step_graphs() if method.captured and model.device.type == "cuda" and model.may_capture else None
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -131,7 +131,7 @@ class CachedDecoder:
             self._hold(self._layout.for_stream(static_table(model, config, None)))
 
     def _hold(self, slots: Sequence[Slots]) -> None:
-        """Drive these slots from now on."""
+        """Create the walks of these slots, and use them from now on."""
         self.walks = [Walk(group, self.config.positions, self._limit or 0, self._method) for group in slots]
         self.shares = [[] for _ in self.model.layers]
         for index, group in enumerate(slots):
@@ -171,7 +171,7 @@ class CachedDecoder:
         The arguments are those of `Decoder`.
 
         Raises:
-            ValueError: something was read before, or the policy's budgets don't add up.
+            ValueError: tokens were read before, or the policy's budgets don't add up.
         """
         if self._tokens_read != 0:
             raise ValueError("a prompt must come first")
@@ -194,12 +194,12 @@ class CachedDecoder:
         return logits
 
     def begin_prompt(self, tokens: int | Tensor) -> None:
-        """Note that the next `tokens` tokens of every stream are its prompt, which is read like any others. Or of each: [B]."""
+        """Mark the next `tokens` tokens as the prompt of every stream. Read them afterwards. tokens: one length, or [B]."""
         for walk in self.walks:
             walk.slots.begin_prompt(tokens)
 
     def _cut(self, length: int, table: Table | None) -> None:
-        """Keep what the policy wants of a prompt that is held whole."""
+        """Evict all tokens of a fully cached prompt that the policy does not keep."""
         whole = Whole([walk.slots for walk in self.walks], length, self._layout.bound)
         kept, known = whole.cut(self.config.capacity, table, self.config.pages)
         if known is None:
@@ -218,7 +218,7 @@ class CachedDecoder:
             self.graphs = self.graphs.fresh()
 
     def _mark_filled(self, count: int) -> None:
-        """Note that `count` tokens of every stream have been read, of which the slots hold what they can."""
+        """Note that `count` tokens of every stream were read, and that the slots hold as many of them as fit."""
         for walk in self.walks:
             capacity = walk.slots.capacity
             walk.slots.cadence = walk.slots.cadence.after(count, count if capacity is None else min(count, capacity))
@@ -245,7 +245,7 @@ class CachedDecoder:
         self._mark_filled(tokens)
 
     def clear(self) -> None:
-        """Forget all tokens, in place."""
+        """Remove all tokens, in place."""
         for walk in self.walks:
             walk.clear()
         self._step.zero_()
@@ -266,13 +266,13 @@ class CachedDecoder:
         return logits
 
     def _run_independent(self, tokens: Tensor) -> Tensor:
-        """Read a token by a step that computes all that it reads: a failed capture has made tensors and computed nothing."""
+        """Read a token by a step that computes all of its inputs. A failed capture leaves tensors that were never computed."""
         for walk in self.walks:
             walk.forget_placement()
         return self._run_eager(tokens)
 
     def _run_captured(self, tokens: Tensor, graphs: StepGraphs, tokens_read: int) -> Tensor:
-        """Read a token by a captured step where there is one."""
+        """Read a token by a captured step if there is one."""
         slots, phase = tuple(walk.slots.version for walk in self.walks), tuple(walk.phase(tokens_read) for walk in self.walks)
         alive = [dict(walk.rows.cached) for walk in self.walks]
         around = partial(self.model.fused_steps, self.streams) if self._fused else nullcontext
@@ -293,7 +293,7 @@ class CachedDecoder:
 
     @property
     def tokens_held(self) -> float:
-        """Tokens held, the mean over streams, layers and KV heads. Syncs with the host."""
+        """Mean number of tokens held, over streams, layers and KV heads. Syncs with the host."""
         held = [walk.slots.tensors.rank < walk.slots.empty_rank for walk in self.walks]
         return sum(int(x.sum()) for x in held) / (sum(map(len, held)) or 1)
 
@@ -303,7 +303,7 @@ class CachedDecoder:
         return sum(walk.slots.state_bytes for walk in self.walks)
 
     def kept(self) -> list[list[list[list[int]]]]:
-        """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
+        """Return the positions held, oldest first, by layer, stream and KV head. Syncs with the host."""
         layers = []
         for layer, shares in enumerate(self.shares):
             heads: list[list[list[int]]] = [[[] for _ in range(self.model.layers[layer].heads)] for _ in range(self.streams)]
@@ -317,18 +317,18 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def reserve(self, tokens: int) -> None:
-        """Make room for this many more tokens now, so that no step has to."""
+        """Make room for `tokens` more tokens now, so that no step has to allocate."""
         for walk in self.walks:
             walk.slots.grow(self._max_tokens_read + tokens)
 
     def held(self, positions: Sequence[int]) -> float:
-        """Share of (layer, KV head, token) still held, of these positions of the first stream. Syncs with the host."""
+        """Return the share of these positions of the first stream that is held, over layers and KV heads. Syncs with the host."""
         bits = torch.cat([w.slots.held(torch.tensor(positions, device=w.slots.device)).flatten().cpu() for w in self.walks])
         return int(bits.sum()) / bits.numel()
 
     @property
     def offers(self) -> frozenset[str]:
-        """Names of the shortcuts that some walk may take, as in `RAN`."""
+        """Names, as in `RAN`, of the shortcuts that at least one walk may take."""
         return frozenset().union(*(walk.offers for walk in self.walks))
 
     @property
@@ -338,7 +338,7 @@ class CachedDecoder:
 
     @property
     def slots(self) -> tuple[float, float]:
-        """Slots in use, and slots that a decode step attends over; means over KV heads of all layers."""
+        """(slots in use, slots that a decode step attends over), averaged over the KV heads of all layers."""
         longest = self._max_tokens_read
         parts = [
             (len(w.slots.layers) * w.slots.shape.heads, w.slots.used(longest), w.slots.attended(longest)) for w in self.walks
@@ -349,7 +349,7 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def fork(self, streams: Sequence[int]) -> Self:
-        """A decoder whose streams are copies of these: slots, ranks and statistics, nothing shared."""
+        """Return a decoder whose streams are copies of the given streams: slots, ranks and statistics. Nothing is shared."""
         index = torch.tensor(streams, device=self.model.device)
         other = copy(self)
         other.walks = [walk.fork(index.to(walk.slots.device)) for walk in self.walks]

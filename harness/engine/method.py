@@ -1,4 +1,4 @@
-"""Choice of the shortcuts past the plain walk that a decoder may take."""
+"""Choice of the shortcuts that a decoder may take instead of the plain walk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-RAN: Counter[str] = Counter()  # how often each shortcut has answered in this process: the fast check accepts none that did not
-SHORTCUTS = {  # by the field of `Method` that allows it
+RAN: Counter[str] = Counter()  # runs of each shortcut in this process; the fast check accepts only shortcuts that ran
+SHORTCUTS = {  # name of each shortcut, by the field of `Method` that allows it
     "closed_form": "closed form",
     "flex": "FlexAttention",
     "walk_kernel": "compiled walk",
@@ -20,11 +20,12 @@ SHORTCUTS = {  # by the field of `Method` that allows it
 
 
 class OwnLoop(NamedTuple):
-    """How a model reads with somebody else's cache.
+    """Method of reading with somebody else's cache.
 
     Attributes:
-        attention: of transformers that computes it; as the contestant says when empty.
-        blocks: first tokens of a stream that may be read in blocks, because a check found that single tokens give the same.
+        attention: name of transformers' attention implementation; the contestant's choice when empty.
+        blocks: number of first tokens of a stream that may be read in blocks, because a check found that blocks agree with
+            single tokens.
     """
 
     attention: str = ""
@@ -36,21 +37,21 @@ _UNCHECKED = OwnLoop()
 
 @dataclass(frozen=True)
 class Method:
-    """How a decoder may compute what its policy defines. It decides speed and rounding, never which tokens are kept.
+    """Shortcuts that a decoder may take. They affect speed and rounding, never which tokens are kept.
 
-    A shortcut is taken only where policy, layer, dtype and device have one; elsewhere tokens are walked plainly.
+    A shortcut is taken only if policy, layer, dtype and device support it. Otherwise the plain walk is used.
 
     Attributes:
-        fill: attend to a block in one go while nothing can be evicted.
-        closed_form: compute a block as banded attention where what is kept is known beforehand.
-        flex: compute it by FlexAttention, and rotate by kernels, on CUDA.
+        fill: attend to a whole block at once while nothing is evicted.
+        closed_form: compute a block as banded attention if the kept tokens are known in advance.
+        flex: compute banded attention by FlexAttention, and rotate by kernels, on CUDA.
         walk_kernel: walk a block by a compiled kernel.
-        walk_graphs: replay the launches of such a walk as CUDA graphs of a few tokens.
-        walk_steps: where no kernel walks a block, let the kernel of a step attend for each of its tokens, on CPUs.
-        step_kernel: take a single token in by compiled kernels.
+        walk_graphs: replay the launches of the walk kernel as CUDA graphs of a few tokens.
+        walk_steps: if no kernel walks a block, attend for each of its tokens by the step kernel, on CPUs.
+        step_kernel: read a single token by compiled kernels.
         captured: replay single tokens as CUDA graphs.
-        fused: capture them from code that is compiled as a whole, a minute's work for a model and number of streams.
-        own_loop: how a model reads with somebody else's cache, to which none of the others apply.
+        fused: capture steps of a model that is compiled as a whole, which takes about a minute for each number of streams.
+        own_loop: method of reading with somebody else's cache, to which no other field applies.
     """
 
     fill: bool = True
@@ -69,7 +70,7 @@ class Method:
         return replace(PLAIN_WALK if self.fill else TOKEN_BY_TOKEN, step_kernel=self.step_kernel)
 
     def limited_to(self, ran: Mapping[str, int]) -> Method:
-        """Return the method without the shortcuts that never ran. ran: number of runs of each, as in `RAN`."""
+        """Return the method without the shortcuts that never ran. ran: number of runs of each shortcut, as in `RAN`."""
         used: dict[str, Any] = {field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()}
         method = replace(self, **used)
         return replace(method, fused=method.fused and method.captured)

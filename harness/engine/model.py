@@ -39,8 +39,8 @@ class Model:
         layers: the shape of each layer, for its cache.
         training_length: longest position seen in training, in tokens; None if the config does not say.
         check: result of the self-check, in units of rounding error; None if it did not run.
-        idle_rotary: its functions that rotate queries and keys, if they leave them unchanged at position 0; else none.
-        learned_positions: its tokens get their positions as they enter, as GPT-2's do, so a kept token stays where it stood.
+        idle_rotary: rotary functions of the model, if they leave queries and keys unchanged at position 0; otherwise none.
+        learned_positions: positions are learned embeddings, as in GPT-2, so a cached token can't move to another position.
     """
 
     hf: PreTrainedModel
@@ -53,7 +53,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Device of the first weights, to which tokens come."""
+        """Device of the first weights, on which token ids are expected."""
         return self.hf.device
 
     @property
@@ -63,32 +63,32 @@ class Model:
 
     @property
     def may_capture(self) -> bool:
-        """Whether a CUDA graph can hold a step: one device computes it, wherever in the stream."""
+        """Whether a CUDA graph can hold a step: one device computes it, and no input depends on the position in the stream."""
         return len(self.devices) == 1 and not self.learned_positions
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest stream that it can read."""
+        """Maximum length of a stream, in tokens."""
         return self.training_length or 0 if self.learned_positions else LONGEST_STREAM
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights, and so of K and V."""
+        """Dtype of the weights, and therefore of K and V."""
         return self.hf.dtype
 
     def kv_bytes(self, capacity: int, streams: int = 1, codec: Codec | None = None) -> int:
-        """Bytes of a cache's K/V slots: `capacity + 1` slots per layer and KV head, fewer under a sliding window."""
+        """Return the bytes of a cache's K/V slots: `capacity + 1` slots per layer and KV head, fewer under a sliding window."""
         return streams * sum(s.kv_bytes((s.kept(capacity) or 0) + 1, self.dtype, codec) for s in self.layers)
 
     def output_of(self, layer: int) -> Tensor | None:
-        """The matrix that a layer's attention output goes through, by KV head; None if there is none. [H, G, E, Dv]."""
+        """Return the output projection of a layer's attention, by KV head; None if the layer has none. [H, G, E, Dv]."""
         if self._outputs is None:
             self._outputs = probes.output_projections(self.hf)
         shape, weight = self.layers[layer], self._outputs.get(layer)
         return None if weight is None else weight.unflatten(1, (shape.heads, shape.group, -1)).permute(1, 2, 0, 3)
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the model, for the record."""
+        """Return the facts about the model that a record stores."""
         return {
             "model_type": str(self.hf.config.model_type),
             "training_length": self.training_length,
@@ -98,19 +98,19 @@ class Model:
         }
 
     def _kv_shapes(self) -> list[dict[str, Any]]:
-        """The shapes of K and V, by kind of layer, so that a reader of the record can compute their bytes."""
+        """Return the shapes of K and V, by kind of layer, so that a reader of the record can compute their bytes."""
         kinds = Counter((s.heads, s.key_dim, s.value_dim, s.sliding_window) for s in self.layers)
         names = ("heads", "key_dim", "value_dim", "sliding_window")
         return [{"layers": count, **dict(zip(names, kind, strict=True))} for kind, count in kinds.items()]
 
     def __call__(self, tokens: Tensor, backend: Backend, keep: Tensor | int = 0, positions: Tensor | None = None) -> Tensor:
-        """Logits of a block.
+        """Return the logits of a block.
 
         Args:
             tokens: [B, T] int64.
             backend: computes every layer's attention.
-            keep: indices of the tokens whose logits to return, or how many of the last; 0 = all.
-            positions: in the stream, for learned positions; 0, 1, ... when None. [B, T] int64.
+            keep: indices of the tokens whose logits to return, or the number of last tokens; 0 for all tokens.
+            positions: positions in the stream, used if positions are learned; 0, 1, ... when None. [B, T] int64.
 
         Returns:
             [B, T or kept tokens, V], the model's dtype.
@@ -123,21 +123,24 @@ class Model:
             return forward(self.hf, tokens, self._positions(tokens, positions), backend, keep)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Positions passed to the model: the tokens' own if they are learned, else 0, as the backend applies RoPE. [B, T]."""
+        """Return the positions passed to the model: stream positions if positions are learned, otherwise 0. [B, T].
+
+        The backend applies RoPE, so models with RoPE run at position 0.
+        """
         if not self.learned_positions:
             return torch.zeros_like(tokens)
         if positions is None:
             return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return positions.clamp(max=self.longest - 1)  # after its end, a stream has tokens that count for nothing
+        return positions.clamp(max=self.longest - 1)  # tokens after the end of a stream are invalid
 
     @contextmanager
     def fused_steps(self, streams: int) -> Iterator[None]:
-        """Read single tokens in as few kernels as a compiler can make of the model, with the same logits but for rounding.
+        """Read single tokens with the compiled model in this context. The logits change by rounding only.
 
-        For warming up and capturing a CUDA graph: outside of one, the work of the host would take longer than these kernels.
+        Use it to warm up and to capture a CUDA graph. Outside of a graph, the host takes longer than the compiled kernels.
 
         Args:
-            streams: B of the steps. The first time for a number of streams compiles, which takes seconds a layer.
+            streams: B of the steps. The first use of each B compiles the model, which takes seconds per layer.
 
         Raises:
             FusedStepError: on entry, if the model can't be compiled.
@@ -157,9 +160,9 @@ _COMPILED: ContextVar[PreTrainedModel | None] = ContextVar("compiled", default=N
 
 
 def private_copy(hf: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model's modules and config, but none of its weights: a change of attributes stays in the copy."""
+    """Copy a model's modules and config, and share its weights. Attributes set on the copy do not affect the model."""
     shared = {id(tensor): tensor for tensor in (*hf.parameters(), *hf.buffers())}
-    copied = deepcopy(hf, shared)  # without what `Module.compile` made
+    copied = deepcopy(hf, shared)  # drops the compiled calls of `Module.compile`
     for module in list(copied.modules()):
         if _is_compiled_function(vars(module).get("forward")):
             del module.forward
@@ -170,7 +173,7 @@ def private_copy(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_compiled(hf: PreTrainedModel) -> bool:
-    """Whether `torch.compile` answers calls of the model, or of a part of it."""
+    """Return whether `torch.compile` compiled the model or one of its modules."""
     return any(
         isinstance(m, OptimizedModule) or m._compiled_call_impl is not None or _is_compiled_function(vars(m).get("forward"))
         for m in hf.modules()
@@ -182,7 +185,7 @@ def _is_compiled_function(forward: Any) -> bool:
 
 
 def with_our_attention(hf: PreTrainedModel) -> PreTrainedModel:
-    """Route a model's attention to `attention.py` for good."""
+    """Route a model's attention to `attention.py` permanently."""
     hf.set_attn_implementation(NAME)
     return hf
 
@@ -190,25 +193,26 @@ def with_our_attention(hf: PreTrainedModel) -> PreTrainedModel:
 def adopt(hf: PreTrainedModel, rope_length: int | None = None, shared: bool = False) -> Model:
     """Find the shape of a model's layers with probe runs, under the attention of `attention.py`.
 
-    `selfcheck.check` then compares it with its own forward pass.
+    `selfcheck.check` later compares the adopted model with its own forward pass.
 
     Args:
         hf: any causal language model, in evaluation mode.
-        shared: others use the model too, so it stays as it is. Else its attention is routed and its weights are frozen for good.
+        shared: the model has other users and is not modified. Otherwise its attention is routed and its weights are frozen,
+            permanently.
         rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it (dynamic, longrope). The
-            tables of that length are used for all positions.
+            tables for this length are used at all positions.
 
     Raises:
-        UnsupportedModelError: it can't be driven exactly; the message says why.
+        UnsupportedModelError: the model can't be driven exactly; the message says why.
     """
-    if reason := getattr(hf, "undrivable", None):  # which the class of a model may say
+    if reason := getattr(hf, "undrivable", None):  # a model class may declare a reason
         raise UnsupportedModelError(reason)
     if not shared:
         with_our_attention(hf.requires_grad_(False))
     if (kinds := probes.adaptive_rope(hf)) and rope_length is None:
         raise UnsupportedModelError(f"its RoPE ({', '.join(kinds)}) depends on the longest position: set model.rope_length")
     if shared and (rope_length is not None or is_compiled(hf)):
-        hf = private_copy(hf)  # its RoPE tables are set, and compiled code does not ask who computes attention
+        hf = private_copy(hf)  # its RoPE tables are modified, and compiled code ignores the choice of attention
     length = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
     try:
         with torch.inference_mode():

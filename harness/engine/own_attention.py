@@ -16,16 +16,16 @@ def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
     """Let a registered function compute a model's attention in this context.
 
     Raises:
-        ValueError: the family does not have it.
+        ValueError: the model family does not support the function.
     """
     with implemented_by(hf._check_and_adjust_attn_implementation(name, is_init_check=False)):
         yield
 
 
 def own_attention(hf: PreTrainedModel) -> AbstractContextManager[None]:
-    """Run the model with its own attention, as its authors wrote it, for a reference forward pass.
+    """Run a model with the attention of its authors in this context, for a reference forward pass.
 
-    The class of a model may name its function, registered with transformers, as `own_attention`.
+    A model class may name a function that is registered with transformers in its attribute `own_attention`.
     """
     if name := getattr(hf, "own_attention", None):
         return attention_by(hf, name)

@@ -1,4 +1,4 @@
-"""A block's plan: decided once, when the block comes, and then passed through the layers unchanged.
+"""Plans of blocks. A plan is made once per block, before the first layer, and used unchanged in all layers.
 
 Axis letters: L layers, B streams, H KV heads, N = B * H, R = L * N, G query heads of a KV head, S slots, T tokens, P pairs of
 dims.
@@ -27,7 +27,7 @@ class Block:
         steps: each token's index in its stream. [B, T] int64.
         valid: tokens that count; all when None. [B, T] bool.
         tokens_before: tokens of each stream before the block; None when streams differ in length.
-        ids: of the tokens. [B, T] int64.
+        ids: ids of the tokens. [B, T] int64.
     """
 
     steps: Tensor
@@ -55,16 +55,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Places:
-    """Places of a block's tokens in every row of the slots it is walked in: one entry per token.
+    """Places of a block's tokens in every row of some slots, with one entry per token.
 
     Attributes:
-        ranks: rank of the token, or that of an empty slot if it does not count; None where only the device knows. [R] int64 each.
-        steps: its index in its stream. [R] int64 each.
-        now: the same for a policy's view. [L * B, 1, 1] int64 each.
-        valid: whether it counts; None if all do. [L * B, 1, 1] bool each.
-        evicts: whether, as far as the host knows, every stream must evict after it.
+        ranks: rank of the token, or the empty rank for an invalid token; None if only the device knows it. [R] int64 each.
+        steps: index of the token in its stream. [R] int64 each.
+        now: index of the token in its stream, for a policy's view. [L * B, 1, 1] int64 each.
+        valid: whether the token counts; None if all tokens count. [L * B, 1, 1] bool each.
+        evicts: whether the host knows that every stream must evict after the token.
         ragged: streams differ in length, so only the device knows which of them are full.
-        ids: of the token. [R] int64 each.
+        ids: id of the token. [R] int64 each.
     """
 
     ranks: Sequence[Tensor | None]
@@ -82,7 +82,7 @@ class Fill:
 
     Attributes:
         tokens_before: tokens before the block.
-        ids: of its tokens. [B, T] int64.
+        ids: ids of the tokens. [B, T] int64.
     """
 
     tokens_before: int
@@ -94,7 +94,7 @@ class Closed:
     """Plan of a block whose visible tokens are known beforehand: banded attention in one pass.
 
     Attributes:
-        form: that computes it.
+        form: closed form that computes the block.
         tokens_before: tokens before the block.
         ordered: the slots hold their tokens oldest first.
     """
@@ -109,12 +109,12 @@ class CompiledWalk:
     """Plan of a block that a kernel walks inside each layer.
 
     Attributes:
-        kernel: that walks.
-        query_factors: None without RoPE, and where the kernel rotates.
-        attended: slots it looks at.
+        kernel: kernel that walks the block.
+        query_factors: RoPE of the queries; None without RoPE, or if the kernel rotates.
+        attended: number of slots that the kernel attends over.
         tokens_before: tokens before the block.
         ordered: the slots hold their tokens oldest first.
-        block: that is walked.
+        block: block that is walked.
     """
 
     kernel: WalkKernel
@@ -127,12 +127,12 @@ class CompiledWalk:
 
 @dataclass(frozen=True)
 class Runs:
-    """The block is read in runs of tokens during which nothing is evicted: each is one attention call.
+    """Plan of a block that is read in runs: consecutive tokens without an eviction, with one attention call per run.
 
     Attributes:
-        lengths: of the runs. Tokens are evicted after each but perhaps the last.
-        places: of its tokens, for the rows of one layer.
-        attended: slots a token looks at.
+        lengths: lengths of the runs. Tokens are evicted after every run, except perhaps the last.
+        places: places of the block's tokens, for the rows of one layer.
+        attended: number of slots that a token attends over.
         updates: statistics see the attention of each token.
     """
 
@@ -144,14 +144,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class PlainWalk:
-    """The definition: the block is walked token by token inside each layer.
+    """Plan of a block that is walked token by token inside each layer, as the walk is defined.
 
     Attributes:
-        places: of its tokens, for the rows of one layer.
-        query_factors: RoPE of each token's query, alike in every layer; None without RoPE, and where only the device knows ranks.
+        places: places of the block's tokens, for the rows of one layer.
+        query_factors: RoPE of each token's query, equal in all layers; None without RoPE, or if only the device knows ranks.
             [N, 1, P] each.
-        attended: slots a token looks at.
-        kernel: of a step, that reads each token; None: plain code does.
+        attended: number of slots that a token attends over.
+        kernel: step kernel that reads each token; None for plain PyTorch.
     """
 
     places: Places
@@ -162,18 +162,19 @@ class PlainWalk:
 
 @dataclass(frozen=True)
 class Step:
-    """Plan of a single token: each layer writes and attends; after the last, the bookkeeping of all layers is done at once.
+    """Plan of a single token. Each layer writes and attends; after the last layer, bookkeeping is done for all layers at once.
 
     Attributes:
-        places: of the token, for the rows of all layers.
-        rows: of all layers.
-        attended: slots it looks at.
-        observed: what statistics read of attention, of all layers. [R, G, ...] each.
-        observed_of_layer: the same, by layer. [N, G, ...] each.
-        kernel: that takes the token in; None: plain PyTorch, which needs what follows.
+        places: places of the token, for the rows of all layers.
+        rows: rows of all layers.
+        attended: number of slots that the token attends over.
+        observed: receives the parts of attention that statistics read, for all layers. [R, G, ...] each.
+        observed_of_layer: views of `observed`, by layer. [N, G, ...] each.
+        kernel: step kernel that reads the token; None for plain PyTorch, which needs the remaining fields.
         query_factors: RoPE of the queries, by layer; None without RoPE. [N, 1, P] each.
-        used: slots that hold a token, by layer; None if all do. [N, 1, S] bool each.
-        key_factors: RoPE that cached keys need, by layer; None if none, or where each layer computes its own. [N, S, P] each.
+        used: slots that hold a token, by layer; None if all slots do. [N, 1, S] bool each.
+        key_factors: RoPE that the stored keys need, by layer; None if they need none, or if each layer computes its own.
+            [N, S, P] each.
     """
 
     places: Places

@@ -1,9 +1,9 @@
-"""Pools: K and V of heads that hold different numbers of tokens, in pages that heads take and give back.
+"""Page pools: storage of K and V for heads that hold different numbers of tokens.
 
-Where heads compete for one budget, or a prompt decides what each of them keeps, the largest may hold several times what the
-others do. Statistics are padded to it, but K and V are not: a page serves `size` neighbouring slots of one row, and a layer's
-rows share its pages. Tokens lie in a row's first slots, so that all of its pages but the last are full: where one leaves, the
-row's last token takes its slot.
+Heads may compete for one budget, or a prompt may decide how many tokens each head keeps. The largest head may then hold several
+times as many tokens as the other heads. Statistics are padded to the largest head; K and V are paged. A page serves `size`
+neighbouring slots of one row, and the rows of a layer share the layer's pages. Tokens occupy a row's first slots, so that all
+pages of a row but the last are full. If a token is evicted, the row's last token moves to its slot.
 
 Axis letters: L layers, R rows of all layers, N rows of one layer, G query heads of a KV head, S slots, W pages of a row at most,
 P pages of a layer, E slots of a page, D head dim.
@@ -17,18 +17,20 @@ from torch.nn.functional import pad
 
 from kvbench.harness.engine.rotary import rotate
 
-MAY_ASK = {"cpu"}  # devices whose numbers the host may read without waiting
-PAGE = 16  # slots; 1 wastes nothing, but moves and takes a page for every token
+MAY_ASK = {"cpu"}  # devices whose tensors the host can read without waiting
+PAGE = 16  # slots per page; pages of one slot would waste no memory, but every token would need a page of its own
 
 
 def pages_for(tokens: int, rows: int, full: int | None, size: int) -> int:
-    """Pages that are enough for a layer's tokens, however its rows share them; with room for a 20th more until it is full.
+    """Return a number of pages that suffices for a layer's tokens, however they are distributed over its rows.
+
+    Until the layer is full, the pages have room for 5 % more tokens.
 
     Args:
-        tokens: that the rows have slots for, at most.
-        rows: of the layer.
-        full: tokens for which they never need more; None if they grow without end.
-        size: slots of a page.
+        tokens: maximum number of tokens in the layer.
+        rows: number of rows of the layer.
+        full: number of tokens at which the layer is full; None if it grows without bound.
+        size: slots per page.
     """
     with_room = tokens * 21 // 20
     return max(1, ((with_room if full is None else min(with_room, full)) + rows * (size - 1)) // size)
@@ -38,22 +40,22 @@ class PageTable:
     """Assignment of pages to rows.
 
     Attributes:
-        size: slots of a page.
-        pages: of a layer.
-        table: a row's pages, counted over all layers; -1 where it has none. [R, W] int64.
-        row: that has each page; 0 of a free one. [L * P] int64.
-        place: of each page among those of its row; 0 of a free one. [L * P] int64.
-        slots: flat indices in rows of what each page holds; meaningless in a free one. [L * P, E] int64.
+        size: slots per page.
+        pages: number of pages of a layer.
+        table: pages of each row, numbered over all layers; -1 for no page. [R, W] int64.
+        row: row that owns each page; 0 for a free page. [L * P] int64.
+        place: index of each page among its row's pages; 0 for a free page. [L * P] int64.
+        slots: flat indices, over all rows, of the slots in each page; meaningless for a free page. [L * P, E] int64.
     """
 
     def __init__(self, table: Tensor, slots: int, layers: int, pages: int, size: int) -> None:
-        """table: as the attribute; slots: of a row; layers: L; pages: of a layer."""
+        """Wrap a table. slots: S; layers: L; the other arguments are the attributes."""
         self.size, self.pages, self.table, self._slots, self._layers = size, pages, table, slots, layers
-        self._first_slot = torch.arange(table.shape[1], device=table.device) * size  # of each page of a row
+        self._first_slot = torch.arange(table.shape[1], device=table.device) * size  # first slot of each page of a row
         self._in_page = torch.arange(size, device=table.device)
         self._of_layer = len(table) // layers
         self._first_page = torch.arange(layers, device=table.device)[:, None] * pages
-        self._owner = table.new_empty(layers * pages + 1)  # flat index in the table, -1 if free; the last stands for no page
+        self._owner = table.new_empty(layers * pages + 1)  # index in the flat table, -1 if free; the last one is no page
         self.row, self.place = table.new_empty(layers * pages), table.new_empty(layers * pages)
         self.slots = table.new_empty(layers * pages, size)
         self.note_owners()
@@ -65,11 +67,11 @@ class PageTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept between steps."""
+        """Bytes of all tensors kept between steps."""
         return self.table.nbytes + self._owner.nbytes + self.row.nbytes + self.place.nbytes + self.slots.nbytes
 
     def note_owners(self) -> None:
-        """Follow the table."""
+        """Update the owners, rows, places and slots of all pages after a change of the table."""
         self._owner.fill_(-1)
         nowhere = len(self._owner) - 1
         flat = self.table.flatten()
@@ -81,11 +83,11 @@ class PageTable:
         torch.clamp(first[:, None] + self._in_page, max=len(self.table) * self._slots - 1, out=self.slots)
 
     def of(self, rows: slice) -> slice:
-        """The pages of the layers that some rows belong to."""
+        """Return the pages of the layers to which these rows belong."""
         return slice(rows.start // self._of_layer * self.pages, rows.stop // self._of_layer * self.pages)
 
     def take(self, rows: slice, count: Tensor) -> None:
-        """Let rows of whole layers have pages for their first slots. count: slots, [n] int64."""
+        """Allocate pages for the first `count` slots of rows of whole layers. count: [n] int64."""
         table = self.table[rows]
         lacks = (table < 0) & (self._first_slot < count[:, None])
         asks = table.device.type in MAY_ASK
@@ -101,7 +103,7 @@ class PageTable:
         self.note_owners()
 
     def give_back(self, rows: slice, count: Tensor) -> None:
-        """Let rows keep the pages of their first slots, and that of the slot after them. count: slots, [n] int64."""
+        """Free all pages of rows except the pages of their first `count + 1` slots. count: [n] int64."""
         table = self.table[rows]
         goes = (table >= 0) & (self._first_slot > count[:, None])
         if goes.device.type in MAY_ASK and not goes.any():
@@ -110,27 +112,30 @@ class PageTable:
         self.note_owners()
 
     def places(self, slots: Tensor) -> Tensor:
-        """Return slots' places in the pool; negative where the row has no page. slots: flat indices in rows, int64 -> same."""
+        """Map flat slot indices to places in the pool; negative where the row has no page. slots: int64 -> same shape."""
         slot = slots % self._slots
         page = self.table.flatten()[slots // self._slots * self.table.shape[1] + slot // self.size]
         return page * self.size + slot % self.size
 
     def used(self, table: Tensor) -> int:
-        """The largest number of pages of a layer with these rows; at most, where asking waits. table: of rows, [R', W] int64."""
+        """Return the largest number of pages that rows use in a layer; an upper bound where the host would have to wait.
+
+        table: pages of the rows. [R', W] int64.
+        """
         if table.device.type not in MAY_ASK:
             return min(table.numel() // self._layers, -(-len(table) // len(self.table)) * self.pages)
         return max(1, int((table.view(self._layers, -1) >= 0).sum(-1).max()))
 
     def moved(self, table: Tensor, slots: int, pages: int) -> tuple[PageTable, Tensor]:
-        """Other rows in a pool of other pages.
+        """Build the table of a new pool whose rows are copies of rows of this pool.
 
         Args:
-            table: the pages here that each row is a copy of. [R', W] int64.
-            slots: of a row.
-            pages: of a layer.
+            table: pages in this pool that each new row copies. [R', W] int64.
+            slots: slots of a new row.
+            pages: pages of a layer in the new pool.
 
         Returns:
-            Their table, and the page here that each page there is a copy of, [L * P'] int64.
+            The new table, and the page in this pool that each new page copies, [L * P'] int64.
         """
         lacking = -(-slots // self.size) - table.shape[1]
         table = pad(table, (0, lacking), value=-1) if lacking > 0 else table
@@ -146,9 +151,9 @@ class PagedStore:
     """K or V of a pool, in the model's dtype.
 
     Attributes:
-        table: of its pages, which K and V share.
+        table: page table, which K and V share.
         tensor: [L * P, E, D].
-        flat: a view of it. [L * P * E, D].
+        flat: view of `tensor`. [L * P * E, D].
     """
 
     def __init__(self, table: PageTable, tensor: Tensor) -> None:
@@ -160,23 +165,23 @@ class PagedStore:
         return cls(table, like.new_zeros(len(table.row), table.size, like.shape[-1]))
 
     def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> PagedWindow:
-        """The first `slots` slots of some rows."""
+        """Return a window on the first `slots` slots of some rows."""
         return PagedWindow(self, rows, slots)
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
-        """Bytes that the tokens held take."""
+        """Return the bytes of K or V of the tokens held."""
         return int(held.sum()) * self.tensor.shape[-1] * self.tensor.itemsize
 
 
 def moved(stores: tuple[PagedStore, PagedStore], table: Tensor, slots: int, pages: int) -> tuple[PagedStore, PagedStore]:
-    """K and V as `PageTable.moved` has their rows."""
+    """Copy K and V to a new pool with the rows of `PageTable.moved`."""
     new, source = stores[0].table.moved(table, slots, pages)
     keys, values = (PagedStore(new, x.tensor.index_select(0, source)) for x in stores)
     return keys, values
 
 
 class PagedWindow:
-    """Some rows of a pool. Those of one layer attend page by page."""
+    """Window on some rows of a pool. Rows of one layer attend page by page."""
 
     def __init__(self, store: PagedStore, rows: slice, slots: int) -> None:
         self._table, self._rows, self._slots = store.table, rows, slots
@@ -196,7 +201,7 @@ class PagedWindow:
         return self._tensor.index_select(0, local.flatten()).unflatten(0, local.shape).flatten(1, 2)[:, : self._slots]
 
     def write(self, indices: Tensor, x: Tensor) -> None:
-        """Put vectors into the pool. indices: as `PageTable.places` says."""
+        """Write vectors to the pool. indices: places from `PageTable.places`."""
         self._flat.index_copy_(0, indices, x)
 
     def put(self, x: Tensor) -> None:
@@ -206,12 +211,12 @@ class PagedWindow:
         self._flat[places[places >= 0]] = x[places >= 0]
 
     def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
-        """Write a run of tokens, and return the slots."""
+        """Write a run of tokens, and return the slots' contents."""
         self.write(indices, x)
         return self.read()
 
     def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
-        """Dot products with the keys. factors: RoPE that they need, by page; None if none. [P, E, D / 2]."""
+        """Return dot products with the keys. factors: RoPE of the keys, by page; None if they need none. [P, E, D / 2]."""
         row, local = self._table.row[self._pages] - self._rows.start, self._local()
         keys = self._tensor if factors is None else rotate(self._tensor, factors)
         of_pages = torch.bmm(query.index_select(0, row.clamp(min=0)), keys.transpose(1, 2))
@@ -219,7 +224,7 @@ class PagedWindow:
         return of_rows.flatten(2)[..., : self._slots]
 
     def mix(self, weights: Tensor, into: Tensor) -> None:
-        """Sums of the values, weighted; those of pages are added in float32 or wider."""
+        """Write weighted sums of the values. The sums of a row's pages are added in float32 or wider."""
         dtype = self._tensor.dtype
         sum_dtype = torch.promote_types(dtype, torch.float32)
         table, local = self._table.table[self._rows, : self._width], self._local()
@@ -231,15 +236,16 @@ class PagedWindow:
 
 
 def moves(victims: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """How rows close up: the slots to fill, and those whose tokens go there.
+    """Choose the tokens that move to slots of evicted tokens, so that each row's tokens stay in its first slots.
 
     Args:
         victims: [R, S] bool.
-        count: tokens in the first slots of each row, the victims among them. [R, 1] int64.
-        most: victims of a row, at most.
+        count: tokens in the first slots of each row, victims included. [R, 1] int64.
+        most: maximum number of victims of a row.
 
     Returns:
-        Rows, and two slots of each. [n] int64 each; on devices that would have to wait for n, some pairs are of equal slots.
+        Row, target slot and source slot of each move. [n] int64 each. On devices where the host would have to wait for n, some
+        moves have equal source and target.
     """
     slot, left = torch.arange(victims.shape[1], device=victims.device), count - victims.sum(-1, keepdim=True)
     last = slot >= left
@@ -251,9 +257,12 @@ def moves(victims: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor, Te
 
 
 def _padded_moves(holes: Tensor, movers: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`moves` with `most` pairs of each row, so that the host knows how many. holes, movers: [R, S] bool, as many in each row."""
+    """`moves` with exactly `most` moves per row, so that the host knows their number.
+
+    holes, movers: [R, S] bool, equally many in each row.
+    """
     slot = torch.arange(holes.shape[1], device=holes.device)
-    unmoved = (count - 1).clamp(min=0).expand(-1, most + 1)  # never a hole: of a row that has holes, fewer tokens are left
+    unmoved = (count - 1).clamp(min=0).expand(-1, most + 1)  # never a hole, because a row with holes keeps fewer tokens
     pairs = []
     for chosen in (holes, movers):
         number = (chosen.cumsum(-1) - 1).where(chosen, most)

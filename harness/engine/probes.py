@@ -39,7 +39,7 @@ class Probe:
         self.observed: Observed = {}
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Attention of one layer, as `Backend` has it."""
+        """Record the inputs of a layer's attention, and return zeros. Arguments are those of `Backend.attend`."""
         if layer in self.observed:
             raise LookupError("two of its attention modules share one layer index")
         self.observed[layer] = (query, keys, values, terms)
@@ -47,7 +47,7 @@ class Probe:
 
 
 class _ProbeOutputs(Probe):
-    """Records which matrix each layer's attention output is multiplied by next."""
+    """Records the matrix that multiplies each layer's attention output next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _ProbeOutputs(Probe):
         return super().attend(layer, query, keys, values, terms)
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """A hook of linear modules, called with their input. Forward passes of other contexts are none of its concern."""
+        """Forward pre-hook of linear modules. It ignores forward passes of other contexts."""
         if BACKEND.get(None) is not self:
             return
         if self._waiting is not None and args and args[0].shape[-1] == self._waiting[1]:
@@ -68,7 +68,11 @@ class _ProbeOutputs(Probe):
 
 
 def output_projections(hf: PreTrainedModel) -> dict[int, Tensor]:
-    """The weight of the first linear module after each layer's attention, if it takes the attention's output. [E, H * G * Dv]."""
+    """Return the weight of the first linear module after each layer's attention, if its input has the output's width.
+
+    Returns:
+        [E, H * G * Dv] by layer.
+    """
     probe = _ProbeOutputs()
     linear = [m for m in hf.modules() if isinstance(m, torch.nn.Linear)]
     hooks = [m.register_forward_pre_hook(probe.before) for m in linear]
@@ -83,9 +87,9 @@ def output_projections(hf: PreTrainedModel) -> dict[int, Tensor]:
 
 
 def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[LayerShape], RotaryFunctions, bool]:
-    """Heads, dims, sliding window and rotation of every layer; the functions that rotate, if they can be left out.
+    """Return the shape of every layer, the rotary functions that can be skipped, and whether positions are learned.
 
-    And whether tokens get their positions as they enter: queries and keys depend on them, and the model has no RoPE.
+    Positions are learned if the model has no RoPE, but its keys depend on positions.
     """
     if rope_length is not None:
         _observe(hf, rope_length - 1, Probe())  # makes the model compute its tables for that length
@@ -120,7 +124,7 @@ def refuse_shared_kv(hf: PreTrainedModel) -> None:
     owners: dict[bytes, int] = {}
     for layer, (_, keys, values, _) in sorted(_observe(hf, 0, Probe()).observed.items()):
         of_tokens = torch.cat([x.double().transpose(1, 2).flatten(2) for x in (keys, values)], -1)[0].cpu()
-        differ = bool((of_tokens != of_tokens[0]).any())  # equal K and V of different tokens tell nothing
+        differ = bool((of_tokens != of_tokens[0]).any())  # equal K and V of different tokens prove nothing
         if differ and owners.setdefault(of_tokens.numpy().tobytes(), layer) != layer:
             raise LookupError(SHARED_KV)
     if any(getattr(module, "is_kv_shared_layer", False) for module in hf.modules()):
@@ -128,14 +132,14 @@ def refuse_shared_kv(hf: PreTrainedModel) -> None:
 
 
 def _idle_rotary(hf: PreTrainedModel, at_zero: Observed) -> RotaryFunctions:
-    """The model's rotary functions, if all queries and keys at position 0 are the same without them."""
+    """Return the model's rotary functions, if skipping them changes no query or key at position 0; otherwise none."""
     places = rotary_functions(hf)
     for stand_in in STAND_INS if places else ():
         functions = RotaryFunctions(places, stand_in)
         try:
             with functions.skipped():
                 without = _observe(hf, 0, Probe()).observed
-        except (LookupError, ValueError):  # they don't take queries and keys, or don't return them
+        except (LookupError, ValueError):  # the functions don't take queries and keys, or don't return them
             break
         if all(is_same(sample[0], without[i][0]) and is_same(sample[1], without[i][1]) for i, sample in at_zero.items()):
             return functions
@@ -151,7 +155,7 @@ ProbeKind = TypeVar("ProbeKind", bound=Probe)
 
 
 def _observe(hf: PreTrainedModel, position: int, probe: ProbeKind) -> ProbeKind:
-    """Show a probe every layer's attention, for a few tokens all at one position."""
+    """Run a model with a probe on a few tokens, all at one position."""
     count = min(8, hf.config.get_text_config().vocab_size)
     tokens = torch.arange(count, device=hf.device)[None]
     try:
@@ -162,7 +166,7 @@ def _observe(hf: PreTrainedModel, position: int, probe: ProbeKind) -> ProbeKind:
 
 
 def adaptive_rope(hf: PreTrainedModel) -> list[str]:
-    """RoPE types among the model's tables that depend on the longest position."""
+    """Return the model's RoPE types, if one of them depends on the longest position; otherwise an empty list."""
     kinds: set[str] = set()
     for module in hf.modules():
         kind = getattr(module, "rope_type", None)
@@ -171,7 +175,7 @@ def adaptive_rope(hf: PreTrainedModel) -> list[str]:
 
 
 def _freeze_rope(hf: PreTrainedModel) -> None:
-    """Keep the current tables. An adaptive RoPE type would read every block's positions, which syncs with the host."""
+    """Make the current RoPE tables permanent. An adaptive type would read every block's positions, which syncs with the host."""
     for module in hf.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, dict):

@@ -1,4 +1,4 @@
-"""The end of a prompt that was read under full attention: each head keeps its budget of what is worth most, at once.
+"""Cut a prompt that was read under full attention: each head keeps its most important tokens, up to its budget.
 
 Axis letters: B streams, L layers, H KV heads, N = B * H rows of a layer, S slots, n tokens kept.
 """
@@ -22,14 +22,20 @@ from kvbench.policies import CacheView, Policy, Statistic
 
 
 class Whole:
-    """A prompt in the slots of all layers.
+    """Fully cached prompt in the slots of all layers.
 
     Attributes:
-        rows: of every layer, with the view of its last token.
+        rows: rows of every layer, with the view of the prompt's last token.
     """
 
     def __init__(self, slots: Sequence[Slots], length: int, bound: Callable[[int | None], Policy]) -> None:
-        """slots: of all layers, with whole layers in each; length: of the prompt; bound: the policy for a budget."""
+        """Open the rows of all layers.
+
+        Args:
+            slots: slots that hold whole layers.
+            length: tokens of the prompt.
+            bound: returns the policy for a budget.
+        """
         self.length, self._bound = length, bound
         of_layer = {layer: group for group in slots for layer in group.layers}
         self._slots = [of_layer[layer] for layer in sorted(of_layer)]
@@ -40,15 +46,16 @@ class Whole:
     def cut(
         self, capacity: int | None, table: Table | None, pages: Pages | None = None
     ) -> tuple[list[Tensor], list[list[int]] | None]:
-        """The tokens that stay: of each head as many as its budget says, those worth most. Asked once.
+        """Choose the tokens that each head keeps: its most important tokens, up to its budget. Call it once.
 
         Args:
-            capacity: tokens per head, on average; None if the policy's budgets are an outcome.
-            table: budgets known beforehand; None if there are none.
-            pages: whole ones go from then on. The prompt is cut by single tokens, of which they consist later.
+            capacity: mean number of tokens per head; None if the policy's budgets are an outcome.
+            table: budgets known in advance; None if there are none.
+            pages: pages that are evicted as a whole later. The prompt itself is cut by single tokens.
 
         Returns:
-            Their slots, [N, S] bool, one a layer; and how many each head keeps, [L][H], None if the prompt decides that.
+            Slots of the kept tokens, [N, S] bool for each layer, and the number of tokens that each head keeps, [L][H]; None if
+            the prompt decides it.
 
         Raises:
             ValueError: the policy's budgets have another shape, or don't add up.
@@ -69,7 +76,7 @@ class Whole:
         return kept, self._known_counts(capacity, table) if requested is None and floor is None else None
 
     def _known_counts(self, capacity: int | None, table: Table | None) -> list[list[int]]:
-        """Tokens that each head keeps where budgets are known beforehand. [L][H]."""
+        """Return the number of tokens that each head keeps if budgets are known in advance. [L][H]."""
         counts = []
         for layer, slots in enumerate(self._slots):
             budgets = [capacity] * slots.shape.heads if table is None else table[layer]
@@ -87,7 +94,7 @@ class Whole:
         floor: int | None,
         pages: Pages | None,
     ) -> Tensor:
-        """The slots of one layer whose tokens stay. [N, S] bool."""
+        """Return the slots of one layer whose tokens are kept. [N, S] bool."""
         slots, rows = self._slots[layer], self.rows[layer]
         held, kept = rows.rank < slots.empty_rank, slots.shape.kept(capacity)
         importance = rows.importance(slots.policy).unflatten(0, (slots.streams, -1))
@@ -97,7 +104,7 @@ class Whole:
             budget = requested
         elif of_table is not None:
             budget = torch.tensor(list(of_table), device=count.device).expand_as(count)
-            for number in set(of_table):  # heads are judged by the policy that knows their budget
+            for number in set(of_table):  # a head's importance comes from the policy bound to its budget
                 judge = self._bound(slots.shape.kept(number))
                 judged = rows.importance(judge).view(importance.shape)
                 importance = torch.where((budget == number)[..., None], judged, importance)
@@ -111,7 +118,7 @@ class Whole:
         return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor, self.length).flatten(0, 1)
 
     def _checked(self, requested: Tensor, capacity: int | None) -> Tensor:
-        """Budgets for the prompt, if they are possible. [B, L, H] int64."""
+        """Return the requested budgets, after checks of their shape and sum. [B, L, H] int64."""
         streams, heads = self._slots[0].streams, self._slots[0].shape.heads
         if requested.shape != (streams, len(self.rows), heads):
             raise ValueError(f"budgets of shape {list(requested.shape)}, expected {[streams, len(self.rows), heads]}")
@@ -123,13 +130,13 @@ class Whole:
 
 
 def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[int] | None, longest: int) -> None:
-    """Copy the tokens that stay, oldest first.
+    """Copy the kept tokens, oldest first.
 
     Args:
-        kept: slots whose tokens stay. [N, S] bool.
-        into: empty rows of the same layer, of some of its heads.
-        heads: which ones; all when None.
-        longest: the largest number of tokens that one of them keeps.
+        kept: slots whose tokens are kept. [N, S] bool.
+        into: empty rows of some heads of the same layer.
+        heads: indices of these heads; all when None.
+        longest: maximum number of tokens that a head keeps.
     """
 
     def chosen(x: Tensor) -> Tensor:
@@ -146,16 +153,16 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
             state.flatten(0, 1)[:, :longest] = old.take_along_dim(order.view(*order.shape, *[1] * (old.dim() - 2)), 1)
         else:
             state.flatten(0, 1).copy_(old)
-    into.count_again()  # a sum must lose later what it has of a token
+    into.count_again()  # a later eviction must subtract what the sum contains of a token
 
 
 def _on(view: CacheView, device: torch.device) -> CacheView:
-    """The view, on this device; the same view if it is there already."""
+    """Return the view on a device; the view itself if it is already there."""
     return view if view.rank.device == device else _Elsewhere(view, device)
 
 
 class _Moved(dict[Statistic, Tensor]):
-    """Statistics that are moved when they are looked at."""
+    """Statistics that are moved to a device on first access."""
 
     def __init__(self, states: dict[Statistic, Tensor], device: torch.device) -> None:
         super().__init__(states)
@@ -168,16 +175,16 @@ class _Moved(dict[Statistic, Tensor]):
 
 
 class _Elsewhere(CacheView):
-    """A view of a layer on another device, whose tensors are moved when they are looked at."""
+    """View of a layer on another device. Its tensors are moved on first access."""
 
     def __init__(self, view: CacheView, device: torch.device) -> None:
-        """view: of the layer; device: to put it on."""
+        """Wrap a layer's view. device: device to which its tensors are moved."""
         self._view, self._device, self._tensors = view, device, dict[str, Tensor]()
         self.states, self.num_layers, self.seed = _Moved(view.states, device), view.num_layers, view.seed
-        self.rotate = partial(_rotated_elsewhere, view)  # a method would hold the tensors until the garbage collector runs
+        self.rotate = partial(_rotated_elsewhere, view)  # a method would keep tensors until the garbage collector runs
 
     def __getattr__(self, name: str) -> Any:
-        """Return a tensor of the view, moved when it is first looked at."""
+        """Return a tensor of the view, which is moved on first access."""
         if name not in ("rank", "position", "keys", "values", "head", "step", "layer", "prompt"):
             raise AttributeError(name)
         if name not in self._tensors:
@@ -186,6 +193,6 @@ class _Elsewhere(CacheView):
 
 
 def _rotated_elsewhere(view: CacheView, x: Tensor, position: Tensor) -> Tensor:
-    """`CacheView.rotate`, by tables on the device of a view."""
+    """`CacheView.rotate` with the RoPE tables on the device of a view."""
     home = view.rank.device
     return view.rotate(x.to(home), position.to(home)).to(x.device)

@@ -1,4 +1,4 @@
-"""Fills slots with random K and V, so that a full cache can be timed and checked without reading thousands of tokens.
+"""Fill slots with random K and V, so that a full cache can be timed and checked without reading thousands of tokens.
 
 Axis letters: N rows of one layer (streams x KV heads), S slots, n tokens held, D key dim, Dv value dim.
 """
@@ -14,14 +14,14 @@ from kvbench.harness.engine.slots import Slots
 def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None:
     """Put slots into the state after `tokens` tokens: K and V normal, statistics uniform in 0..1 above their initial value.
 
-    K and V are numbers of bfloat16 in every dtype, so that caches in two dtypes can be compared.
+    K and V are exact in bfloat16, so that caches in two dtypes hold the same numbers.
 
-    The policy's band is held if it names one, else the newest tokens, oldest first.
+    The slots hold the policy's band if it has one, otherwise the newest tokens; oldest first.
 
     Args:
-        slots: empty, with room for the tokens.
-        tokens: read so far.
-        generator: of the random numbers, on the slots' device.
+        slots: empty slots with room for the tokens.
+        tokens: number of tokens read.
+        generator: generator of the random numbers, on the slots' device.
     """
     count = tokens if slots.capacity is None else min(tokens, slots.capacity)
     device = slots.device
@@ -41,7 +41,7 @@ def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None
 
 
 def _sinks(slots: Slots) -> int:
-    """Tokens at the start of the stream that the policy never evicts."""
+    """Return the number of tokens at the start of the stream that the policy's band keeps."""
     if slots.capacity is None or slots.shape.sliding_window is not None:
         return 0
     band = slots.policy.band(slots.capacity)

@@ -1,4 +1,4 @@
-"""A decoder without a cache, the quality reference: it runs every token's window through the model again.
+"""Decoder without a cache, the reference for quality: it runs every token's window through the model again.
 
 Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are returned, V vocabulary.
 """
@@ -18,17 +18,17 @@ from kvbench.harness.engine.decoder import CacheConfig, read_blocks
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rotary import rotate
 
-MAX_BATCH_TOKENS = 8192  # of all windows run at once
+MAX_BATCH_TOKENS = 8192  # tokens of all windows that run at once
 
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Attention backend of streams that begin with the tokens passed: plain causal attention.
+    """Attention backend with causal attention, for streams that start with the given tokens.
 
     Attributes:
-        model: whose layers these are.
-        longest: maximum tokens of a stream.
-        padding: padding tokens at the start of each stream; none when None. [B] int64.
+        model: model whose attention is computed.
+        longest: maximum number of tokens of a stream.
+        padding: number of padding tokens at the start of each stream; none when None. [B] int64.
     """
 
     model: Model
@@ -36,7 +36,7 @@ class CausalAttention:
     padding: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Attention of one layer. [B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
+        """Compute the attention of one layer. [B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
         shape = self.model.layers[layer]
         if shape.rotation is not None:
             query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
@@ -47,7 +47,7 @@ class CausalAttention:
 
 
 class RecomputeDecoder:
-    """A decoder that keeps no cache. It recomputes the window of every token, many windows at once."""
+    """Decoder that keeps no cache. It recomputes the window of every token, many windows at once."""
 
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1) -> None:
         assert config.capacity is not None
@@ -83,18 +83,18 @@ class RecomputeDecoder:
         return logits
 
     def _remember(self, text: Tensor) -> None:
-        """Keep of a text what the next windows may hold."""
+        """Keep the tokens of a text that later windows may contain."""
         self._history = text if text.shape[1] < self.length else self._window(text, self.length - 1)
 
     def _window(self, text: Tensor, length: int) -> Tensor:
-        """The sinks and the newest tokens of each stream, `length` together. [B, N] -> [B, length]."""
+        """Return the sinks and the newest tokens of each stream, `length` tokens in total. [B, N] -> [B, length]."""
         return torch.cat([text[:, : self.sinks], text[:, text.shape[1] - length + self.sinks :]], 1)
 
     def _read_ragged(self, tokens: Tensor, valid: Tensor, keep: Tensor | None) -> Tensor:
         """Read a block of streams whose lengths only the device knows. Short windows are padded at the start."""
         if self._lengths is None:
             self._lengths = torch.full((len(tokens),), self._longest, device=tokens.device)
-        ends = self._lengths.clamp(max=self.length - 1)[:, None] + valid.cumsum(1)  # where each token's window ends in `text`
+        ends = self._lengths.clamp(max=self.length - 1)[:, None] + valid.cumsum(1)  # end of each token's window in `text`
         sizes = self._window_lengths(self._lengths[:, None] + valid.cumsum(1))
         self._lengths = self._lengths + valid.sum(1)
         text = torch.cat([self._history, tokens, tokens[:, :1]], 1)  # the last column takes the invalid tokens
@@ -114,18 +114,18 @@ class RecomputeDecoder:
         return torch.cat(out, 1)[:, : wanted.shape[2]]
 
     def _window_lengths(self, tokens_read: Tensor) -> Tensor:
-        """Tokens of the last token's window, after `tokens_read` tokens. Any shape, int64."""
+        """Return the length of the last token's window after `tokens_read` tokens. Any shape, int64."""
         return tokens_read.clamp(max=self.length)
 
     def _gathered(self, text: Tensor, ends: Tensor, width: int, padding: Tensor) -> Tensor:
-        """The padded window that ends at each of `ends`: sinks and newest tokens. [B, N], [B, K] -> [B, K, width]."""
+        """Return the padded window that ends at each of `ends`: sinks and newest tokens. [B, N], [B, K] -> [B, K, width]."""
         place = (torch.arange(width, device=text.device) - padding[..., None]).clamp(min=0)
         place = torch.where(place < self.sinks, place, place + (ends - width + padding).clamp(min=0)[..., None])
         return text.gather(1, place.flatten(1)).view(place.shape)
 
     def _logits(self, text: Tensor, ends: list[int]) -> Tensor:
-        """Logits after the windows that end at `ends` (exclusive, ascending), of each stream. [B, N] -> [B, K, V]."""
-        short = [e for e in ends if e < self.length]  # these windows start with the stream, so one forward pass gives them all
+        """Return each stream's logits after the windows that end at `ends` (exclusive, ascending). [B, N] -> [B, K, V]."""
+        short = [e for e in ends if e < self.length]  # these windows start with the stream, so one forward pass computes all
         full = [e - self.length for e in ends[len(short) :]]
         out = []
         if short or not ends:
@@ -150,21 +150,21 @@ class RecomputeDecoder:
         return read_blocks(self, tokens, block)
 
     def reserve(self, tokens: int) -> None:
-        """Does nothing: there is no cache to grow."""
+        """Do nothing: there is no cache to grow."""
 
     def held(self, positions: Sequence[int]) -> float:
-        """Share of these tokens of the first stream that are in the next token's window."""
+        """Return the share of these positions of the first stream that is in the next token's window."""
         tokens_read = self._longest if self._lengths is None else int(self._lengths[0])
         newest_outside = tokens_read - self.length + self.sinks
         return sum(p < tokens_read and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
 
     @property
     def slots(self) -> tuple[float, float]:
-        """The tokens of the window, twice: all of them are attended."""
+        """(tokens of the window, tokens attended), which are equal."""
         return (float(min(self._longest, self.length)),) * 2
 
     def fork(self, streams: Sequence[int]) -> Self:
-        """A decoder whose streams are copies of these, with nothing shared."""
+        """Return a decoder whose streams are copies of the given streams. The decoders share no state."""
         other = copy(self)
         index = torch.tensor(streams, device=self.model.device)
         other._history = self._history[index]
@@ -188,5 +188,5 @@ class RecomputeDecoder:
 
 
 def _consecutive(places: list[int]) -> bool:
-    """Whether ascending places have no gaps, so that a slice selects them and no index tensor has to be copied."""
+    """Return whether ascending places have no gaps, so that a slice can select them without an index tensor."""
     return not places or places[-1] - places[0] == len(places) - 1

@@ -1,4 +1,4 @@
-"""A decoder whose cache is emptied whenever it is full. Some tokens are then read afresh, as the beginning of a new stream.
+"""Decoder whose cache is emptied whenever it is full. Some tokens are then read again, as the start of a new stream.
 
 Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are returned, V vocabulary.
 """
@@ -19,17 +19,17 @@ from kvbench.policies.window import Window
 
 
 class ClearableDecoder(Decoder, Protocol):
-    """A decoder whose cache can be emptied."""
+    """Decoder whose cache can be emptied."""
 
     @property
     def streams(self) -> int:
         """B."""
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
 
     def fork(self, streams: Sequence[int]) -> ClearableDecoder:
-        """A decoder whose streams are copies of these, with nothing shared."""
+        """Return a decoder whose streams are copies of the given streams. The decoders share no cache."""
 
 
 def between_resets(config: CacheConfig) -> CacheConfig | None:
@@ -38,18 +38,18 @@ def between_resets(config: CacheConfig) -> CacheConfig | None:
 
 
 class ResetDecoder(RecomputeDecoder):
-    """A decoder with full attention, which starts its streams anew as soon as they are longer than the capacity.
+    """Decoder with full attention that restarts its streams whenever they are longer than the capacity.
 
-    A token's logits are those of a window that began at the last reset, so streams of unequal length, which reach their resets
-    at different steps, are read as recomputed windows, without the cache.
+    The logits of a token are those of a window that starts at the last reset. Streams of unequal length reset at different
+    steps, so they are read as recomputed windows, without the cache.
 
     Attributes:
-        reread: newest tokens that are read again at a reset.
-        cache: holds the tokens since the last reset, and those read again. The first token that no longer fits empties it.
+        reread: number of newest tokens that are read again at a reset.
+        cache: cache of the tokens since the last reset, reread tokens included. The first token that does not fit empties it.
     """
 
     def __init__(self, model: Model, config: CacheConfig, cache: ClearableDecoder) -> None:
-        """cache: empty, configured as `between_resets` says."""
+        """Wrap a cache. cache: empty decoder with the configuration of `between_resets`."""
         super().__init__(model, config, cache.streams)
         assert config.capacity is not None
         policy = config.policy.bind(config.capacity)
@@ -59,16 +59,16 @@ class ResetDecoder(RecomputeDecoder):
 
     @property
     def _restart(self) -> int:
-        """Tokens that a stream begins anew with."""
+        """Number of tokens with which a stream restarts."""
         return self.sinks + self.reread
 
     @property
     def steps_to_reset(self) -> int:
-        """Single tokens that can be read before the one that makes the cache empty; 0: the next one does."""
+        """Number of single tokens that can be read without a reset; 0 if the next token resets the cache."""
         return self.length - self._windowed(self._longest)
 
     def _windowed(self, tokens_read: int) -> int:
-        """Tokens held after `tokens_read` tokens were read: those of the last one's window."""
+        """Return the number of tokens held after `tokens_read` tokens: the length of the last token's window."""
         past = tokens_read - self.length - 1
         return tokens_read if past < 0 else self._restart + 1 + past % (self.length - self._restart)
 
@@ -78,7 +78,7 @@ class ResetDecoder(RecomputeDecoder):
         return tokens_read.where(past < 0, self._restart + 1 + past % (self.length - self._restart))
 
     def _read(self, tokens: Tensor, keep: Tensor | None) -> Tensor:
-        """Read a block of streams of equal length: from one reset to the next in one go."""
+        """Read a block of streams of equal length, in one pass from each reset to the next."""
         count, before = tokens.shape[1], self._history.shape[1]
         wanted = None if keep is None else [0] * len(keep) if count == 1 else keep.tolist()
         text = torch.cat([self._history, tokens], 1)
@@ -92,7 +92,7 @@ class ResetDecoder(RecomputeDecoder):
             stop = min(count, start + self.length - held)
             new = range(start, stop)
             inside = new if wanted is None else [t for t in wanted if t in new]
-            if inside or stop == count:  # otherwise the next reset empties the cache before anybody has looked
+            if inside or stop == count:  # otherwise the next reset empties the cache before it is used
                 part = torch.cat([again, tokens[:, start:stop]], 1)
                 out.append(self.cache(part, keep=self._places(inside, start - again.shape[1], part.shape[1])))
             start, held = stop, held + stop - start
@@ -100,7 +100,7 @@ class ResetDecoder(RecomputeDecoder):
         return torch.cat(out, 1)
 
     def _places(self, wanted: Sequence[int], first: int, count: int) -> Tensor | None:
-        """Return the indices of wanted tokens in a part of `count` tokens that begins at `first`; None if all are wanted."""
+        """Return the indices of wanted tokens in a part of `count` tokens that starts at `first`; None if all are wanted."""
         if len(wanted) == count:
             return None
         if isinstance(wanted, range):
@@ -108,18 +108,18 @@ class ResetDecoder(RecomputeDecoder):
         return torch.tensor([t - first for t in wanted], dtype=torch.int64, device=self.model.device)
 
     def held(self, positions: Sequence[int]) -> float:
-        """Share of these tokens of the first stream that the next token attends to."""
+        """Return the share of these positions of the first stream that the next token attends to."""
         tokens_read = self._longest if self._lengths is None else int(self._lengths[0])
         newest_outside = tokens_read - self._windowed(tokens_read + 1) + self.sinks
         return sum(p < tokens_read and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
 
     @property
     def slots(self) -> tuple[float, float]:
-        """Tokens held, and slots that a step attends over."""
+        """(tokens held, slots that a step attends over)."""
         return self.cache.slots
 
     def fork(self, streams: Sequence[int]) -> Self:
-        """A decoder whose streams are copies of these, with nothing shared."""
+        """Return a decoder whose streams are copies of the given streams. The decoders share no cache."""
         other = super().fork(streams)
         other.cache = self.cache.fork(streams)
         return other

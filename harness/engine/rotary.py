@@ -1,9 +1,8 @@
-"""RoPE: read off a model's behaviour at load, applied at attention time, where the position mode puts a token.
+"""RoPE: measured on a model at load, and applied at attention time, at the positions of the position mode.
 
-A layer's rotation is a frequency for every pair of key dims. It is not taken from the code of a
-family but found by experiment: of the layouts that exist, the one that rotates the layer's queries
-and keys at position 0 into those that the model itself makes at position p (docs/decisions/0002).
-Keys are kept in an order of dims in which pairs are neighbours, so that rotating is one complex product.
+A layer's rotation is a frequency for every pair of key dims. It is measured, not taken from the code of a model family: among
+the known layouts, it is the one that rotates the layer's queries and keys at position 0 into the model's own queries and keys at
+position p (docs/decisions/0002). Cached keys have paired dims next to each other, so that a rotation is one complex product.
 
 Axis letters: B streams, N rows of a layer, R rows of all layers, S slots, T tokens, D head dim, P = D / 2 pairs.
 """
@@ -20,7 +19,7 @@ from kvbench.policies import PositionMode
 
 _LEVEL = 4096  # rows of one table level; two levels reach _LEVEL**2 positions
 _FAST_INTERLEAVE_MIN_ELEMENTS = 2**12
-_FAST_INTERLEAVE_MIN_PAIRS = 8  # of a head; gathering fewer is faster
+_FAST_INTERLEAVE_MIN_PAIRS = 8  # of a head; with fewer pairs, gathering is faster
 LONGEST_STREAM = _LEVEL**2  # tokens
 
 
@@ -29,9 +28,9 @@ class Rotation:
     """RoPE of one layer.
 
     Attributes:
-        frequencies: of each pair, in radians per position; 0 where RoPE leaves the pair alone. [P] float64.
-        order: index in the model of each dim here, where pairs are neighbours. [D] int64, on the model's device.
-        halves: dims of each half, if a pair is one dim of the first half of the first dims and one of the second.
+        frequencies: frequency of each pair, in radians per position; 0 for pairs that RoPE does not rotate. [P] float64.
+        order: the model's index of each dim, in an order with paired dims adjacent. [D] int64, on the model's device.
+        halves: number of rotated pairs h, if pair i consists of dims i and i + h of the model; None for other layouts.
     """
 
     frequencies: Tensor
@@ -52,12 +51,12 @@ class Rotation:
         return paired if not rest.shape[-1] else torch.cat([paired, rest], -1)
 
     def factors(self, positions: Tensor, dtype: torch.dtype, longest: int) -> Tensor:
-        """exp(i * position * frequency) for every pair, from float64 angles.
+        """Return exp(i * position * frequency) for every pair, from float64 angles.
 
         Args:
             positions: any shape, each in [0, longest). int64.
-            dtype: what will be rotated; 16-bit types are rotated in float32.
-            longest: bounds the positions; beyond `_LEVEL` rows the table has two levels.
+            dtype: dtype of the vectors to rotate; vectors of 16-bit types are rotated in float32.
+            longest: upper bound of the positions; above `_LEVEL`, the table has two levels.
 
         Returns:
             [*positions.shape, P], complex64 or complex128.
@@ -73,13 +72,16 @@ class Rotation:
         return (table.index_select(0, flat % _LEVEL) * high).view(shape)
 
     def tables(self, dtype: torch.dtype, longest: int) -> tuple[Tensor, Tensor | None, int]:
-        """The factors at 0, 1, ..., those at 0, M, 2 * M, ... where one level of M is not enough, and M. [M, P]."""
+        """Return the factors at 0, 1, ..., [M, P], the factors at 0, M, 2 * M, ..., [M, P], and M.
+
+        The second table is None if all positions below `longest` are in the first.
+        """
         self.prepare(dtype)
         complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
         return self._tables[complex_dtype, 1], None if longest <= _LEVEL else self._tables[complex_dtype, _LEVEL], _LEVEL
 
     def cosine_and_sine(self, rows: int, stride: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles at positions 0, stride, 2 * stride, ... [rows, P] float32, on the device of `order`."""
+        """Return cosines and sines at positions 0, stride, 2 * stride, ... [rows, P] float32, on the device of `order`."""
         if (rows, stride) not in self._split_tables:
             angles = self._angles(rows, stride)
             cosine, sine = (x.float().to(self.order.device) for x in (angles.cos(), angles.sin()))
@@ -87,7 +89,7 @@ class Rotation:
         return self._split_tables[rows, stride]
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Compute the tables now: they are made on the host, and no decode step should wait for that."""
+        """Compute the tables now. They are computed on the host, for which no decode step should wait."""
         complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
         for stride in (1, _LEVEL):  # the factors at positions 0, stride, 2 * stride, ... [_LEVEL, P]
             if (complex_dtype, stride) not in self._tables:
@@ -96,12 +98,12 @@ class Rotation:
                 self._tables[complex_dtype, stride] = table.to(self.order.device)
 
     def _angles(self, rows: int, stride: int) -> Tensor:
-        """Angles at positions 0, stride, 2 * stride, ... [rows, P] float64, on the CPU."""
+        """Return the angles at positions 0, stride, 2 * stride, ... [rows, P] float64, on the CPU."""
         return torch.arange(rows, dtype=torch.float64)[:, None] * stride * self.frequencies.cpu()
 
 
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
-    """Paired vectors, rotated. [..., D] with [..., P] complex -> [..., D], dtype of x."""
+    """Rotate paired vectors. [..., D] with [..., P] complex -> [..., D], dtype of x."""
     if x.dtype == torch.float32:
         return (x.view(torch.complex64) * factors).view(torch.float32)
     if x.dtype == torch.float64:
@@ -121,7 +123,7 @@ class QueryFactors:
     _scaled: dict[float, Tensor] = field(default_factory=dict)
 
     def rotated(self, query: Tensor, scaling: float) -> Tensor:
-        """Paired queries, rotated and multiplied by the scaling of scores. [..., D] -> [..., D].
+        """Rotate paired queries, and multiply them by the scaling of the scores. [..., D] -> [..., D].
 
         The factors times the scaling are computed once for all layers that share them.
         """
@@ -134,17 +136,17 @@ class Placement:
     """Positions that RoPE gives to the keys and queries of a cache, by position mode.
 
     Attributes:
-        rotation: of the layers; None without RoPE.
-        mode: where RoPE puts a cached token.
+        rotation: RoPE of the layers; None without RoPE.
+        mode: position mode, which decides the position that RoPE gives to a cached token.
         limit: the largest distance of mode `clamped`, in tokens.
-        max_position: bounds the positions that RoPE is asked for; the number of slots when None.
+        max_position: upper bound of the positions for which RoPE is computed; the number of slots when None.
     """
 
     def __init__(self, rotation: Rotation | None, mode: PositionMode, limit: int, dtype: torch.dtype, keys_rotated: bool) -> None:
-        """Prepare what every step needs.
+        """Compute the tables that every step needs.
 
         Args:
-            keys_rotated: the cache holds keys rotated to their positions in the stream.
+            keys_rotated: keys are stored rotated to their positions in the stream.
         """
         self.rotation, self.mode, self.limit, self._dtype, self._keys_rotated = rotation, mode, limit, dtype, keys_rotated
         self.max_position = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(mode)
@@ -153,12 +155,12 @@ class Placement:
             rotation.prepare(dtype)
 
     def of_queries(self, ranks: Tensor, steps: Tensor, slots: int) -> QueryFactors | None:
-        """RoPE of queries; None without RoPE.
+        """Return RoPE of queries; None without RoPE.
 
         Args:
-            ranks: of their tokens. [...] int64.
-            steps: of their tokens. [...] int64.
-            slots: of a row, which bounds ranks.
+            ranks: ranks of the queries' tokens. [...] int64.
+            steps: steps of the queries' tokens. [...] int64.
+            slots: number of slots of a row, an upper bound of ranks.
 
         Returns:
             [..., P].
@@ -169,13 +171,14 @@ class Placement:
         return QueryFactors(self.rotation.factors(rope_positions, self._dtype, self.max_position or slots + 1))
 
     def of_keys(self, ranks: Tensor, positions: Tensor, steps: Tensor, slots: int) -> Tensor | None:
-        """RoPE that cached keys still need; None if they need none.
+        """Return the RoPE that stored keys still need; None if they need none.
 
         Args:
-            ranks: of slots. [R, S] int64.
-            positions: of their tokens in the stream. [R, S] int64.
-            steps: of the token that attends. [R] int64; of one layer, its rows are the first, as they are alike in every layer.
-            slots: of a row, which bounds ranks.
+            ranks: ranks of the tokens in the slots. [R, S] int64.
+            positions: positions of these tokens in the stream. [R, S] int64.
+            steps: step of the token that attends, by row. [R] int64. The rows of one layer use the first steps, which all layers
+                share.
+            slots: number of slots of a row, an upper bound of ranks.
 
         Returns:
             [R, S, P] complex.
@@ -192,15 +195,15 @@ class Placement:
 
 
 def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[Tensor]) -> Rotation | None:
-    """The rotation that turns a layer's vectors at position 0 into those at other positions.
+    """Find the rotation that turns a layer's vectors at position 0 into its vectors at other positions.
 
     Args:
-        at_zero: queries or keys that the model makes at position 0. [..., D].
-        samples: the same ones made at other positions. {position: [..., D]}.
+        at_zero: queries or keys that the model computes at position 0. [..., D].
+        samples: queries or keys of the same tokens at other positions. {position: [..., D]}.
         tables: the model's own inverse frequencies. [M] each.
 
     Returns:
-        None if the layer does not rotate at all (NoPE).
+        The rotation; None if the layer does not rotate at all (NoPE).
 
     Raises:
         LookupError: no known layout reproduces the samples.
@@ -224,7 +227,7 @@ def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[
 
 
 def _candidates(dims: int, tables: Iterable[Tensor], device: torch.device) -> Iterable[Rotation]:
-    """Every layout in use: half-split or interleaved pairs, in the first or the last dims of a head."""
+    """Yield every layout in use: half-split or interleaved pairs, in the first or the last dims of a head."""
     for table in tables:
         pairs = table.numel()
         if 2 * pairs > dims or dims % 2:

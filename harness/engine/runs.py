@@ -1,6 +1,6 @@
-"""Runs: tokens during which nothing is evicted, read through one layer in one attention call.
+"""Runs: consecutive tokens without an eviction, read into one layer by one attention call.
 
-The numbers are those of the walk. Ranks say who sees whom: a token sees all that are held before it, and itself.
+Results agree with the walk. Ranks decide which tokens are visible: a token sees itself and all tokens of lower rank.
 
 Axis letters: B streams, H KV heads, N = B * H rows, G query heads of a KV head, T tokens of the run, S slots, D key dim,
 Dv value dim, P pairs of dims.
@@ -34,13 +34,13 @@ class Run(NamedTuple):
 
 
 class RunReader:
-    """Takes runs into one layer."""
+    """Reads runs into one layer."""
 
     def __init__(self, rows: Rows, terms: Terms, mode: PositionMode, rotation: Rotation | None, updates: bool) -> None:
-        """Set up for the runs of a block.
+        """Prepare for the runs of a block.
 
         Args:
-            mode: where RoPE puts a cached token; `clamped` only as long as nothing is farther away than the limit.
+            mode: position mode; `clamped` only while no token is farther away than the limit.
             updates: statistics see the attention of each token.
         """
         self._rows, self._terms, self._mode, self._rotation = rows, terms, mode, rotation
@@ -48,12 +48,12 @@ class RunReader:
         self._explicit = bool(self._observed_names - {"queries"}) or terms.softcap is not None or terms.sink_logits is not None
 
     def __call__(self, run: Run, now: Sequence[Tensor], due: bool) -> Tensor:
-        """Take a run in.
+        """Read a run.
 
         Args:
-            run: for which there is room.
-            now: the steps of its tokens, for a policy's view. [B, 1, 1] int64 each.
-            due: tokens are evicted after it.
+            run: run that fits into the empty slots.
+            now: step of each token, for a policy's view. [B, 1, 1] int64 each.
+            due: tokens are evicted after the run.
 
         Returns:
             [N, G, T, Dv].
@@ -92,9 +92,9 @@ class RunReader:
         return torch.cat(out, 2)
 
     def _rotated(self, run: Run, keys: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries, scaled if all scores are computed, and keys, the run's among them. [N, G, T, D], [N, S, D].
+        """Return rotated queries, scaled if all scores are computed, and rotated keys. [N, G, T, D], [N, S, D].
 
-        own: RoPE of the run's queries; None without RoPE. [N, T, P].
+        keys: stored keys, the run's included. [N, S, D]; own: RoPE of the run's queries; None without RoPE. [N, T, P].
         """
         rows, rotation = self._rows, self._rotation
         scaling = self._terms.scaling if self._explicit else 1  # rounded once, together with the rotation
@@ -109,7 +109,10 @@ class RunReader:
         return query, rotate(keys, factors if stages == 1 else factors.repeat(1, stages, 1))
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, sees: Tensor) -> tuple[Tensor, dict[Seen, Tensor]]:
-        """Attention of some queries, [N, G, T, D], to what they see, [N, T, S]. -> [N, G, T, Dv], and what was asked for."""
+        """Compute the attention of queries to visible keys. -> [N, G, T, Dv], and the parts of attention that statistics read.
+
+        query: [N, G, T, D]; sees: [N, T, S] bool.
+        """
         terms = self._terms
         if self._explicit:
             return _attend(query, keys, values, sees, terms, self._rows.heads, self._observed_names)
@@ -119,7 +122,7 @@ class RunReader:
     def _update_one_by_one(
         self, run: Run, part: slice, free: Tensor, ranks: Tensor, observed: dict[Seen, Tensor], now: Sequence[Tensor]
     ) -> None:
-        """Enter some tokens one after the other, and let statistics see the attention of each."""
+        """Enter tokens one after another, and update statistics with the attention of each token."""
         rows = self._rows
         for t in range(part.start, part.stop):
             token = slice(t, t + 1)
@@ -132,7 +135,7 @@ class RunReader:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, terms: Terms, heads: int, names: frozenset[Seen]
 ) -> tuple[Tensor, dict[Seen, Tensor]]:
-    """Attention of some queries, with all its scores.
+    """Compute the attention of queries, with all scores in memory.
 
     Args:
         query: rotated and scaled. [N, G, T, D].
@@ -140,10 +143,10 @@ def _attend(
         values: [N, S, Dv].
         sees: [N, T, S] bool.
         heads: H.
-        names: what statistics read.
+        names: parts of attention that statistics read.
 
     Returns:
-        The output [N, G, T, Dv], and weights, logits [N, G, T, S] and outputs as asked.
+        Output [N, G, T, Dv], and observed weights [N, G, T, S], outputs, and, if `names` has them, logits [N, G, T, S].
     """
     group, tokens = query.shape[1:3]
     flat, mask = query.flatten(1, 2), sees.repeat(1, group, 1)  # [N, G * T, ...]
@@ -159,7 +162,7 @@ def _attend(
 
 
 def _takes_runs(statistic: Statistic) -> bool:
-    """Whether a statistic can take several steps at once. A class that overrides `update` alone can't."""
+    """Return whether a statistic can process several steps at once. A class that overrides only `update` can't."""
 
     def origin(name: str) -> int:
         return next(depth for depth, kind in enumerate(type(statistic).__mro__) if name in vars(kind))

@@ -1,6 +1,6 @@
-"""Chooses the next token: the likeliest, or one drawn at random, each stream with a seed of its own.
+"""Choose the next token: the likeliest token, or a random draw with a separate seed for each stream.
 
-What a seed gives does not depend on the other streams of a batch, but for rounding of the logits.
+The tokens drawn from a seed do not depend on the other streams of a batch, up to rounding of the logits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Sampler:
         """Prepare a draw for each stream.
 
         Args:
-            seeds: one per stream.
-            temperature: of the softmax; at 0 the likeliest token is chosen and nothing is drawn.
-            top_p: only the likeliest tokens that together have this probability; 1: all.
-            top_k: only so many of the likeliest; 0: all.
+            seeds: seed of each stream.
+            temperature: softmax temperature; 0 chooses the likeliest token and draws nothing.
+            top_p: draw only from the likeliest tokens that together have this probability; 1 for all tokens.
+            top_k: draw only from this number of likeliest tokens; 0 for all tokens.
         """
         self._draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._greedy = temperature == 0.0
@@ -35,9 +35,9 @@ class Sampler:
             self._warp.append(TopPLogitsWarper(top_p))
 
     def __call__(self, logits: Tensor, streams: Sequence[int] | None = None) -> Tensor:
-        """A token for each stream. [B, V] -> [B] int64, on the logits' device.
+        """Return a token for each stream. [B, V] -> [B] int64, on the logits' device.
 
-        `streams` says whose logits these are, if not those of all streams in order. The others draw nothing.
+        streams: indices of the streams that the logits belong to; all streams in order when None. Other streams draw nothing.
         """
         if self._greedy:
             return logits.argmax(-1)

@@ -1,8 +1,8 @@
-"""Shortcuts: blocks of several tokens, read faster than token by token, with the numbers of the plain walk in `walk.py`.
+"""Shortcuts: methods that read blocks faster than token by token. Results agree with the plain walk in `walk.py`.
 
-`Fill` attends in one go while nothing has to be evicted. `Closed` computes banded attention where it is known beforehand what is
-kept. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` attends in one go from one eviction to the next. On CPUs, the
-kernel of a step reads each token of other walked blocks, of coded caches too, and PyTorch does the bookkeeping.
+`Fill` attends to a whole block at once while nothing is evicted. `Closed` computes banded attention if the kept tokens are known
+in advance. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` makes one attention call from one eviction to the next.
+On CPUs, the step kernel reads each token of other walked blocks, also in coded caches, and PyTorch does the bookkeeping.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, D key dim, Dv value dim, P pairs of dims.
 """
@@ -32,19 +32,19 @@ class Shortcuts:
     """Reads blocks into the layers of one `Slots`.
 
     Attributes:
-        form: the closed form of the blocks, if they have one and it may be used.
+        form: closed form of the blocks; None if there is none or it may not be used.
     """
 
     def __init__(
         self, slots: Slots, rows: Windows, placement: Placement, form: ClosedForm | None, kernels: Kernels, method: Method
     ) -> None:
-        """Read into slots and their rows, by shortcuts that `method` allows."""
+        """Prepare to read into slots by the shortcuts that `method` allows. rows: windows on the slots."""
         self.form = form
         self._slots, self._rows, self._placement, self._kernels, self._method = slots, rows, placement, kernels, method
         self._writes = any(writes(s) for s in slots.tensors.states)
 
     def plan(self, block: Block, ordered: bool) -> Fill | Closed | CompiledWalk | None:
-        """How a block is read in one go; None if it isn't. ordered: the slots hold their tokens oldest first."""
+        """Return the plan of a block that is read at once; None for other blocks. ordered: slots hold tokens oldest first."""
         slots, tokens_before = self._slots, block.tokens_before
         if self._can_fill(block):
             return Fill(tokens_before or 0, block.ids)
@@ -62,7 +62,7 @@ class Shortcuts:
         return CompiledWalk(kernel, factors, slots.attended(block.end, block.tokens), tokens_before, ordered, block)
 
     def runs(self, block: Block) -> list[int] | None:
-        """The lengths of the runs that a block may be read in; None if it has to be walked token by token."""
+        """Return the lengths of the runs in which a block may be read; None if it has to be walked token by token."""
         far = self._placement.mode == "clamped" and (block.end or 0) > self._placement.limit
         if block.tokens_before is None or not self._method.fill or far:
             return None
@@ -70,13 +70,13 @@ class Shortcuts:
         return lengths if len(lengths) == 1 or self._slots.every > 1 else None
 
     def step_kernel(self, block: Block) -> StepKernel | None:
-        """The kernel of a step, if it may read the tokens of a walked block."""
+        """Return the step kernel if it may read the tokens of a walked block; otherwise None."""
         same_length = block.tokens_before is not None and block.valid is None
         return self._kernels.step if same_length and self.walks_by_steps else None
 
     @property
     def walks_by_steps(self) -> bool:
-        """Whether the kernel of a step reads the tokens of walked blocks."""
+        """Whether the step kernel reads the tokens of walked blocks."""
         slots = self._slots
         if slots.device.type != "cpu" or self._kernels.step is None:
             return False
@@ -86,27 +86,30 @@ class Shortcuts:
         return self._method.walk_steps and no_walk and (self._kernels.step.gives_logits or "logits" not in slots.sees)
 
     def ordered_after(self, plan: Plan, ordered: bool, end: int | None) -> bool:
-        """Whether the slots hold their tokens oldest first after a block that ends with `end` tokens; None if streams differ."""
+        """Return whether the slots hold their tokens oldest first after a block.
+
+        end: tokens of each stream up to the block's end; None if streams differ in length.
+        """
         capacity = self._slots.capacity
         still_filling = ordered and (capacity is None or (end is not None and end <= capacity))
         return isinstance(plan, Closed) or (isinstance(plan, CompiledWalk) and plan.kernel.leaves_ordered) or still_filling
 
     def _can_fill(self, block: Block) -> bool:
-        """Whether nothing that the block's tokens do depends on the walk: no eviction, no updates, true distances."""
+        """Return whether one attention call gives the walk's result: no eviction, no updates, true distances."""
         slots, end = self._slots, block.end
         if end is None or not self._method.fill or slots.cadence.dropped or (slots.sees and end > slots.quiet):
             return False
         if slots.codec is not None:  # a token may be coded before the block ends
             return False
-        if slots.budget.of_rows is not None:  # of a prompt some heads hold less than others, even if one of them holds all
+        if slots.budget.of_rows is not None:  # a cut prompt: some heads hold fewer tokens than others
             return False
         fits = slots.capacity is None or end <= slots.capacity
         return fits and (self._placement.mode != "clamped" or end <= self._placement.limit)
 
-    # Each of these takes a block into one layer. Arguments and results are those of `Walk.attend`.
+    # Each of the following methods reads a block into one layer. Arguments and results are those of `Walk.attend`.
 
     def fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """A block that all fits: causal attention in one go."""
+        """Read a block that fits as a whole, by one call of causal attention."""
         end, streams, rotation = plan.tokens_before + keys.shape[2], query.shape[0], self._placement.rotation
         rows = self._rows(self._slots.num_slots, layer)
         query, keys = self._paired(query, keys)
@@ -121,14 +124,14 @@ class Shortcuts:
         return causal(query, all_keys, all_values, terms).flatten(1, 2)
 
     def attend_in_band(self, plan: Closed, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """A block of which it is known beforehand what each token sees."""
+        """Read a block in closed form, since the tokens that each query sees are known in advance."""
         rows = self._rows(self._slots.num_slots, layer)
         held = rows.oldest_first(min(plan.tokens_before, self._slots.capacity or 0), plan.ordered)
         query = query.unflatten(1, (keys.shape[1], -1))
         return plan.form(rows, query, keys, values, terms, held, plan.tokens_before).flatten(1, 2)
 
     def walk_by_kernel(self, plan: CompiledWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """A block that a kernel walks."""
+        """Walk a block by a kernel."""
         rows, scaling, own = self._rows(plan.attended, layer), terms.scaling, plan.query_factors
         if plan.kernel.rotates:
             query = query.unflatten(1, (keys.shape[1], -1))
@@ -141,7 +144,7 @@ class Shortcuts:
         return out.flatten(1, 2)
 
     def walk_by_steps(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """A block, token by token, whose attention the kernel of a step computes; it unpacks codes itself."""
+        """Walk a block token by token, with attention by the step kernel, which decodes coded K and V itself."""
         assert plan.kernel is not None
         places, rows, out = plan.places, self._rows(plan.attended, layer), []
         observed = rows.observation_buffers()
@@ -173,7 +176,7 @@ class Shortcuts:
         return torch.cat(out, 2)
 
     def read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Runs without evictions, one after the other."""
+        """Read a block in runs without evictions, one run after another."""
         query, keys = self._paired(query, keys)
         rows, places = self._rows(plan.attended, layer), plan.places
         steps = torch.stack(list(places.steps), 1)
@@ -189,12 +192,15 @@ class Shortcuts:
         return torch.cat(out, 2).unflatten(0, by_head).flatten(1, 2)
 
     def _paired(self, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Pair the dims of both, group queries by KV head. [B, H * G, T, D], [B, H, T, D] -> [B, H, G, T, D], [B, H, T, D]."""
+        """Pair dims, and group queries by KV head. [B, H * G, T, D], [B, H, T, D] -> [B, H, G, T, D], [B, H, T, D]."""
         rotation, query = self._placement.rotation, query.unflatten(1, (keys.shape[1], -1))
         return (query, keys) if rotation is None else (rotation.pair(query), rotation.pair(keys))
 
     def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor, factors: Tensor | None) -> None:
-        """Write a block that all fits. keys: paired; factors: RoPE of all positions up to its end, None without RoPE."""
+        """Write a block that fits as a whole.
+
+        keys: paired; factors: RoPE of all positions up to the block's end, None without RoPE.
+        """
         first, end = plan.tokens_before, plan.tokens_before + keys.shape[2]
         kept = rotate(keys, factors[first:]) if factors is not None and rows.keys_rotated else keys
         free = rows.free[:, None] + torch.arange(end - first, device=keys.device)
@@ -206,14 +212,14 @@ class Shortcuts:
         rows.free += keys.shape[2]
 
     def _written_in(self, places: Places, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
-        """Compute what statistics note of the tokens of a walked block when they are written. keys: paired. [N, T, *k] each."""
+        """Compute the first values of statistics for the tokens of a walked block. keys: paired. [N, T, *k] each."""
         if not self._writes:
             return {}
         steps, ids = (torch.stack(list(x), 1) for x in (places.steps, places.ids))
         return rows.written(keys.flatten(0, 1), values.flatten(0, 1), steps, ids)
 
     def _written(self, plan: CompiledWalk, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
-        """Compute what statistics note of a block's tokens when they are written, before a kernel walks it. [N, T, *k] each."""
+        """Compute the first values of statistics for a block's tokens, before a kernel walks it. [N, T, *k] each."""
         if not self._writes:
             return {}
         if plan.kernel.rotates and self._placement.rotation is not None:

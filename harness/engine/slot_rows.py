@@ -1,4 +1,4 @@
-"""Rows of cache slots: what a step does to them, in the order in which it happens, and a run of steps at once.
+"""Rows of cache slots: the operations of a step, in their order, and the operations of a run of steps.
 
 Axis letters: L layers, B streams, H KV heads, R = L * B * H rows, G query heads of a KV head, T tokens of a run, S slots,
 D key dim, Dv value dim.
@@ -21,31 +21,31 @@ from kvbench.policies import Attention, Policy, Seen
 
 
 class Rows(HeldRows):
-    """A window on some rows of `Slots`, as steps and runs read and write them."""
+    """Window on some rows of `Slots`, with the operations of steps and runs."""
 
     free: Tensor  # moved in place
 
     def place(self, rank: Tensor, step: Tensor, now: Tensor) -> None:
-        """Enter the new token in the account of the free slot. rank, step: [R] int64; now: [L * B, 1, 1] int64."""
+        """Enter the new token's rank and position for the free slot. rank, step: [R] int64; now: [L * B, 1, 1] int64."""
         if self._pages is not None:
             self._take_pages(self.free)
         self._tensors.flat_rank.index_copy_(0, self.free, rank)
         self._tensors.flat_position.index_copy_(0, self.free, step)
-        for statistic, state in self._tensors.flat_states.items():  # an update moves the state of unused slots too
+        for statistic, state in self._tensors.flat_states.items():  # updates also change the state of unused slots
             state.index_fill_(0, self.free, statistic.initial)
         self.see(now)
 
     def see(self, now: Tensor) -> None:
-        """Let policies and statistics know the step. [L * B, 1, 1] int64."""
+        """Set the step in the view of policies and statistics. now: [L * B, 1, 1] int64."""
         self.view.step = now
 
     def write(self, key: Tensor, value: Tensor, run: Tensor | None = None) -> None:
-        """Put the new token's K and V into the free slot, where it was placed; or those of a run into its slots.
+        """Write the new token's K and V to the free slot, where it was placed, or a run's K and V to the run's slots.
 
         Args:
             key: [R, D], or [R * T, D].
             value: [R, Dv], or [R * T, Dv].
-            run: flat indices of its slots. [R, T] int64.
+            run: flat indices of the run's slots; None for a single token. [R, T] int64.
         """
         indices = self.free if run is None else run.flatten()
         if self._pages is not None:
@@ -56,14 +56,14 @@ class Rows(HeldRows):
         self._values.write(indices, value)
 
     def used(self) -> Tensor:
-        """Slots that hold a token that a query may see now. [R, 1, S] bool."""
+        """Return the slots whose token is visible to the current query. [R, 1, S] bool."""
         held, window = self.rank < self._slots.empty_rank, self._slots.shape.sliding_window
         if window is not None and not self._slots.evicts_each_step:
             held = held & (self.view.age.flatten(0, 1) < window)
         return held[:, None]
 
     def observation_buffers(self) -> dict[Seen, Tensor]:
-        """Allocate buffers for what statistics read of a step's attention. [R, G, ...] each."""
+        """Allocate buffers for the parts of a step's attention that statistics read. [R, G, ...] each."""
         shape, attended, dtype = self._slots.shape, self.rank.shape[1], self._slots.dtype
         last = {"weights": attended, "logits": attended, "queries": shape.key_dim, "outputs": shape.value_dim}
         types = {"weights": self._slots.state_dtype, "logits": self._slots.state_dtype}
@@ -82,12 +82,12 @@ class Rows(HeldRows):
             state.copy_(new)
 
     def release(self, valid: Tensor | None, due: bool, ragged: bool) -> None:
-        """Evict what is due, and find the slot for the next token.
+        """Evict tokens if an eviction is due, and choose the slot of the next token.
 
         Args:
             valid: streams in which the token counted; all when None. [L * B, 1, 1] bool.
-            due: tokens are evicted now, as far as the host knows.
-            ragged: the host does not know for which streams that is so.
+            due: the host knows that every stream evicts now.
+            ragged: the host does not know which streams evict now.
         """
         slots = self._slots
         if slots.capacity is None:
@@ -105,11 +105,11 @@ class Rows(HeldRows):
     def _evict(self, ragged: bool) -> None:
         """Free the slot of the lowest (importance, rank), lexicographically.
 
-        After an invalid token nothing has changed, so this frees again the slot that was free.
+        An invalid token changes nothing, so after it the free slot is chosen again.
         """
         empty, rank = self._slots.empty_rank, self.rank
         importance = self.importance(self._slots.policy, full=not ragged)
-        if ragged:  # an unused slot goes before any token
+        if ragged:  # unused slots are chosen before any token
             importance = importance.masked_fill(rank == empty, float("-inf"))
             rank = rank.masked_fill(rank == empty, -1)
         lowest = importance.amin(-1, keepdim=True)
@@ -123,7 +123,7 @@ class Rows(HeldRows):
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
 
     def importance(self, policy: Policy, full: bool = False) -> Tensor:
-        """The importance that decides who is evicted: a policy's, and -inf for what no later query may see. [R, S] float32.
+        """Return a policy's importance of each token, -inf for tokens that no later query may see. [R, S] float32.
 
         full: every slot holds a token.
         """
@@ -135,7 +135,7 @@ class Rows(HeldRows):
         return importance
 
     def evict_several(self) -> None:
-        """Cut every row, or every layer whose heads compete, back to its budget if `every` tokens more are held."""
+        """Cut every row, or every layer whose heads compete, back to its budget if it holds at least `every` tokens more."""
         slots, budget, heads = self._slots, self._slots.budget, self._slots.shape.heads
         held = self.rank < slots.empty_rank
         importance = self.importance(slots.policy).masked_fill(~held, inf)
@@ -163,9 +163,9 @@ class Rows(HeldRows):
             self._close_up(pool, victims, count)
 
     def _close_up(self, pool: Sequence[PagedStore], victims: Tensor, count: Tensor) -> None:
-        """Move each row's last tokens to the slots of evicted tokens, and return the pages that this empties to the pool.
+        """Move each row's last tokens to the slots of evicted tokens, and return the empty pages to the pool.
 
-        victims: [R, S] bool; count: tokens before, [R, 1] int64.
+        victims: [R, S] bool; count: number of tokens before the eviction, [R, 1] int64.
         """
         tensors, (row, into, out_of) = self._tensors, moves(victims, count, self._slots.most_victims)
         into, out_of = into + self.row_base[row], out_of + self.row_base[row]
@@ -179,15 +179,15 @@ class Rows(HeldRows):
         pool[0].table.give_back(self._part, left[:, 0])
 
     def find_free(self) -> None:
-        """Let the next token take the first empty slot of each row, perhaps beyond those attended."""
+        """Choose the first empty slot of each row for the next token, possibly beyond the attended slots."""
         empty = (self._all_ranks == self._slots.empty_rank).to(torch.uint8)
         torch.add(empty.argmax(-1), self.row_base, out=self.free)
 
     def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T].
+        """Write a run of tokens to free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T].
 
         Returns:
-            Keys and values that one of them may see, as `Window.entered` does.
+            Keys and values that the run's tokens may see, as returned by `Window.entered`.
         """
         self._take_pages(free[:, -1])
         tensors, indices, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
@@ -210,7 +210,7 @@ class Rows(HeldRows):
         return torch.cat([sees & part for part in parts], -1)
 
     def by_slot(self, observed: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """Merge what statistics read of a run: a coded slot appears once per storage stage, and is visible in one of them."""
+        """Merge the storage stages in a run's attention. A coded slot appears once per stage, and is visible in one stage."""
         if self._slots.codec is None:
             return dict(observed)
         size = self.rank.shape[1]
@@ -225,7 +225,7 @@ class Rows(HeldRows):
                 state.copy_(statistic.update_run(state, attention, self.view))
 
     def end_run(self, free: Tensor, due: bool) -> None:
-        """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
+        """Finish a run: evict tokens if due, and choose the slot of the next token. free: the run's slots, [R, T] int64."""
         if due:
             self.release(None, due=True, ragged=False)
         elif self._slots.capacity is None:
@@ -235,7 +235,7 @@ class Rows(HeldRows):
 
 
 class Windows:
-    """The rows of `Slots` that steps look at, each built once for as long as its tensors last.
+    """Cache of the `Rows` of one `Slots`. It is cleared when the tensors of the slots are replaced.
 
     Attributes:
         cached: the rows built so far, by (slots attended, layer).
@@ -246,7 +246,7 @@ class Windows:
         self.cached: dict[tuple[int, int | None], Rows] = {}
 
     def __call__(self, attended: int, layer: int | None = None) -> Rows:
-        """The rows of one layer (its index in the model), or of all."""
+        """Return the rows of one layer, or of all layers. layer: index in the model."""
         if self._version != self._slots.version:
             self._version, self.cached = self._slots.version, {}
         if (attended, layer) not in self.cached:

@@ -1,4 +1,4 @@
-"""Stores: how slots hold K, or V. Whoever reads and writes what they hold goes through a window on a store.
+"""Stores of K or V for slots. All reads and writes go through a window on a store.
 
 Axis letters: R rows of all layers, N rows of a window, S slots, E exempt tokens, D head dim, g groups of channels.
 """
@@ -18,10 +18,10 @@ from kvbench.policies.view import Rotate
 
 
 class Window(Protocol):
-    """Some rows of a store, and their first slots.
+    """Window on the first slots of some rows of a store.
 
     Attributes:
-        parts: the tensors of these rows, as the store's class has them.
+        parts: tensors of these rows, which depend on the class of the store.
     """
 
     parts: tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class Window(Protocol):
         """Return the slots' contents, decoded. [N, S, D], the model's dtype."""
 
     def write(self, indices: Tensor, x: Tensor) -> None:
-        """Put vectors into slots, as many in each row; their positions are entered before.
+        """Write vectors to slots, equally many per row. Their positions must be entered before.
 
         Args:
             indices: flat indices in the store, row by row. [n] int64.
@@ -41,21 +41,21 @@ class Window(Protocol):
         """Fill the first slots of each row. [N, n, D]."""
 
     def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
-        """Write a run of tokens, and return all that one of them may see.
+        """Write a run of tokens, and return the contents that the run's tokens may see.
 
         Args:
-            before: what was read before their positions were entered. [N, S, D].
+            before: slots' contents before the run's positions were entered. [N, S, D].
 
         Returns:
-            [N, S, D]; of a coded store [N, n * S, D]: what each slot holds in each of the stages of `stages`.
+            [N, S, D]. For a coded store [N, n * S, D]: the contents of all slots in each of the n stages of `stages`.
         """
 
     def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
-        """Dot products of a row's queries with its keys, if these are keys.
+        """Return the dot products of each row's queries with its keys, for a store of keys.
 
         Args:
             query: rotated and scaled. [N, G, D].
-            factors: RoPE that the keys still need; None if none. [N, S, P].
+            factors: RoPE that the keys still need; None if they need none. [N, S, P].
 
         Returns:
             [N, G, S].
@@ -64,7 +64,7 @@ class Window(Protocol):
         return torch.bmm(query, (keys if factors is None else rotate(keys, factors)).transpose(1, 2))
 
     def mix(self, weights: Tensor, into: Tensor) -> None:
-        """Weighted sums of a row's values, if these are values. weights: [N, G, S]; into: [N, G, D]."""
+        """Write weighted sums of each row's values, for a store of values. weights: [N, G, S]; into: [N, G, D]."""
         values = self.read()
         torch.bmm(weights.to(values.dtype), values, out=into)
 
@@ -77,7 +77,7 @@ class Store(Protocol):
         """Bytes allocated."""
 
     def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> Window:
-        """The first `slots` slots of some rows. position, rank: as in `SlotTensors`, of all rows and slots. [R, S] int64."""
+        """Return a window on the first `slots` slots of some rows. position, rank: as in `SlotTensors`. [R, S] int64."""
 
     def extended(self, slots: int) -> Self:
         """Return a copy with `slots` slots, the new ones empty."""
@@ -86,11 +86,11 @@ class Store(Protocol):
         """Return a copy with `change`, which may select or repeat rows, applied to every tensor."""
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
-        """Bytes that the tokens held take. Syncs with the host. held: [R, S] bool; position: [R, S] int64."""
+        """Return the bytes of the tokens held. Syncs with the host. held: [R, S] bool; position: [R, S] int64."""
 
 
 class FloatStore:
-    """Tokens in the model's dtype.
+    """Store of tokens in the model's dtype.
 
     Attributes:
         tensor: [R, S, D].
@@ -100,7 +100,7 @@ class FloatStore:
         self.tensor, self.flat, self.nbytes = tensor, tensor.flatten(0, 1), tensor.nbytes
 
     def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> FloatWindow:
-        """The first `slots` slots of some rows."""
+        """Return a window on the first `slots` slots of some rows."""
         return FloatWindow(self.tensor[rows, :slots], self.flat)
 
     def extended(self, slots: int) -> FloatStore:
@@ -112,22 +112,22 @@ class FloatStore:
         return FloatStore(change(self.tensor))
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
-        """Bytes that the tokens held take."""
+        """Return the bytes of the tokens held."""
         return int(held.sum()) * self.tensor.shape[-1] * self.tensor.itemsize
 
 
 class FloatWindow(Window):
-    """Some rows of a float store."""
+    """Window on some rows of a float store."""
 
     def __init__(self, view: Tensor, flat: Tensor) -> None:
         self._view, self._flat, self.parts = view, flat, (view,)
 
     def read(self) -> Tensor:
-        """The slots themselves."""
+        """Return the slots themselves, without a copy."""
         return self._view
 
     def write(self, indices: Tensor, x: Tensor) -> None:
-        """Put vectors into slots."""
+        """Write vectors to slots."""
         self._flat.index_copy_(0, indices, x)
 
     def put(self, x: Tensor) -> None:
@@ -135,23 +135,23 @@ class FloatWindow(Window):
         self._view[:, : x.shape[1]] = x
 
     def entered(self, indices: Tensor, x: Tensor, before: Tensor) -> Tensor:
-        """Write a run of tokens, and return the slots."""
+        """Write a run of tokens, and return the slots' contents."""
         self.write(indices, x)
         return before
 
 
 class CodedStore:
-    """Tokens as packed integers; those that are exempt are held in the model's dtype, too.
+    """Store of tokens as packed integers. Exempt tokens are held in the model's dtype, too.
 
-    A token is coded when it is written, and also goes to a place for exempt ones, which it loses to the token that comes
-    `recent` steps later. What a slot holds follows from its position and the newest one of its row.
+    A token is coded when it is written. It also takes a place among the exempt tokens, until the token that comes `recent` steps
+    later takes this place. Position and newest position of the row decide whether a slot's token is exempt.
 
     Attributes:
-        codec: of every token that isn't exempt.
+        codec: codec of every token that is not exempt.
         codes: [R, S, D * bits / 8] uint8.
         scale: [R, S, g], the model's dtype.
-        zero: [R, S, g].
-        exact: what the exempt tokens hold. [R, E, D].
+        zero: value that code 0 stands for. [R, S, g], the model's dtype.
+        exact: vectors of the exempt tokens. [R, E, D].
     """
 
     def __init__(self, codec: Codec, codes: Tensor, scale: Tensor, zero: Tensor, exact: Tensor) -> None:
@@ -172,7 +172,7 @@ class CodedStore:
         return cls(codec, codes, scale, zero, like.new_zeros(rows, codec.exempt, dims))
 
     def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> CodedWindow:
-        """The first `slots` slots of some rows."""
+        """Return a window on the first `slots` slots of some rows."""
         return CodedWindow(self, rows, slots, position[rows])
 
     def extended(self, slots: int) -> Self:
@@ -185,17 +185,17 @@ class CodedStore:
         return type(self)(self.codec, *(change(x) for x in (self.codes, self.scale, self.zero, self.exact)))
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
-        """Bytes that the tokens held take: of those that are exempt, as floats."""
+        """Return the bytes of the tokens held. Exempt tokens are floats."""
         exempt = int((held & is_exempt(self.codec, position, position.amax(-1, keepdim=True))).sum())
         dims, itemsize = self.exact.shape[-1], self.exact.itemsize
         return exempt * dims * itemsize + (int(held.sum()) - exempt) * self.codec.bytes_of(dims, itemsize)
 
 
 class CodedWindow(Window):
-    """Some rows of a coded store."""
+    """Window on some rows of a coded store."""
 
     def __init__(self, store: CodedStore, rows: slice, slots: int, account: Tensor) -> None:
-        """account: of all slots of these rows, says which token is how old. [N, *] int64."""
+        """Open a window. account: position, or for KIVI's values rank, in all slots of these rows. [N, *] int64."""
         self._store, self._codec, self._account, self._slots = store, store.codec, account, slots
         self._codes, self._scale, self._zero = (x[rows, :slots] for x in (store.codes, store.scale, store.zero))
         self._exact, self._first = store.exact[rows], rows.start * account.shape[1]
@@ -219,7 +219,7 @@ class CodedWindow(Window):
         return decoded(self._codes, self._scale, self._zero, self._codec.bits)
 
     def write(self, indices: Tensor, x: Tensor) -> None:
-        """Put vectors into slots, as codes, and into places for exempt ones."""
+        """Write vectors to slots as codes, and to the places of exempt tokens as floats."""
         parts = self._store.codes, self._store.scale, self._store.zero
         for part, new in zip(parts, encoded(x, self._codec), strict=True):
             part.flatten(0, 1).index_copy_(0, indices, new)
@@ -228,7 +228,7 @@ class CodedWindow(Window):
         rows = len(self._exact)
         order = self._order()
         place = self._place(order.flatten()[indices - self._first].view(rows, -1), order)
-        source = place.new_full((rows, self._codec.exempt + 1), -1)  # the token that takes each place; the last for all others
+        source = place.new_full((rows, self._codec.exempt + 1), -1)  # token for each place; the last entry is for all others
         source.scatter_(1, place, torch.arange(place.shape[1], device=indices.device).expand_as(place))
         source = source[:, :-1, None]
         new = x.unflatten(0, (rows, -1)).take_along_dim(source.clamp(min=0), 1)
@@ -245,7 +245,10 @@ class CodedWindow(Window):
         return torch.cat([self._decoded(), with_run(before, indices % self._account.shape[1], x)], 1)
 
     def _place(self, order: Tensor, of_all: Tensor) -> Tensor:
-        """Return tokens' places among the exempt; E for coded tokens. order: of tokens; of_all: of all slots. [N, n] int64."""
+        """Return the tokens' places among the exempt; E for coded tokens. [N, n] int64.
+
+        order: order of the tokens; of_all: order in all slots.
+        """
         codec = self._codec
         place = codec.sinks + order % codec.recent if codec.recent else order
         place = torch.where(order < codec.sinks, order, place)
@@ -253,7 +256,7 @@ class CodedWindow(Window):
 
 
 class StoredView(CacheView):
-    """View whose keys and values are read from their windows when a policy looks at them."""
+    """View whose keys and values are read from their windows when a policy accesses them."""
 
     def __init__(
         self,
@@ -270,7 +273,7 @@ class StoredView(CacheView):
         seed: int,
         rotate: Rotate,
     ) -> None:
-        """keys: None if they are kept rotated, so that the view has none. Other arguments: as of `CacheView`."""
+        """Wrap windows. keys: None if keys are stored rotated; the view then has none. Others are those of `CacheView`."""
         self.rank, self.position, self.step, self.states, self.layer = rank, position, step, states, layer
         self.head, self.prompt, self.num_layers, self.seed, self.rotate = head, prompt, num_layers, seed, rotate
         self._windows = {"keys": keys, "values": values}
@@ -296,10 +299,10 @@ def stages(codec: Codec, position: Tensor, rank: Tensor, steps: Tensor, ranks: T
     """Return, per storage stage of `Window.entered`, the (token, slot) pairs that read the slot in that stage.
 
     Args:
-        position: of the slots. [R, 1, S] int64.
-        rank: of the slots. [R, 1, S] int64.
-        steps: of the run's tokens. [R, T, 1] int64.
-        ranks: of the run's tokens. [R, T, 1] int64.
+        position: positions in the slots. [R, 1, S] int64.
+        rank: ranks in the slots. [R, 1, S] int64.
+        steps: steps of the run's tokens. [R, T, 1] int64.
+        ranks: ranks of the run's tokens. [R, T, 1] int64.
 
     Returns:
         Masks of (coded, exempt); for KIVI of (both coded, key coded, both exempt). [R, T, S] bool each; exactly one is true.
@@ -312,7 +315,7 @@ def stages(codec: Codec, position: Tensor, rank: Tensor, steps: Tensor, ranks: T
 
 
 def with_run(before: Tensor, slots: Tensor, x: Tensor) -> Tensor:
-    """Return the slots with a run's tokens put into theirs. before: [N, S, D]; slots: [n] int64, row by row; x: [n, D]."""
+    """Return the slots after a run was written. before: [N, S, D]; slots: the run's, [n] int64, row by row; x: [n, D]."""
     of_rows = x.unflatten(0, (len(before), -1))
     return before.scatter(1, slots.view(*of_rows.shape[:2], 1).expand_as(of_rows), of_rows)
 
@@ -324,7 +327,7 @@ def as_written(x: Tensor, position: Tensor, codec: Codec) -> Tensor:
 
 
 def encoded(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed integers, scales and zeros. [..., D] -> [..., D * bits / 8] uint8, [..., g], [..., g].
+    """Encode vectors as packed integers, scales and zeros. [..., D] -> [..., D * bits / 8] uint8, [..., g], [..., g].
 
     scale = (largest - smallest) / (2^bits - 1), zero = smallest, code = round((x - zero) / scale).
     """
@@ -341,7 +344,7 @@ def encoded(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """The vectors: code * scale + zero. Arguments as `encoded` makes them. -> [..., D], dtype of the scale."""
+    """Decode vectors: code * scale + zero. Arguments are the results of `encoded`. -> [..., D], dtype of the scale."""
     if bits < 8:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
         codes = ((codes[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
@@ -351,7 +354,7 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def extended(x: Tensor, slots: int, fill: float) -> Tensor:
-    """A tensor with more slots. [R, S, ...]."""
+    """Return a copy with more slots, filled with `fill`. [R, S, ...]."""
     longer = x.new_full((x.shape[0], slots, *x.shape[2:]), fill)
     longer[:, : x.shape[1]] = x
     return longer

@@ -28,12 +28,12 @@ class SlotTensors:
         """Wrap tensors.
 
         Args:
-            keys: of R rows and S slots.
-            values: the same.
-            rank: S in an empty slot. [R, S] int64.
-            position: -1 in a slot never used. [R, S] int64.
-            states: one tensor a statistic. [R, S, *k], or [R, *k] for one that is kept per head.
-            offset: the free slot of each row, which the next token takes. [R] int64.
+            keys: store of the keys in R rows and S slots.
+            values: store of the values in R rows and S slots.
+            rank: rank of each slot's token; S for an empty slot. [R, S] int64.
+            position: position of each slot's token; -1 for a slot that was never used. [R, S] int64.
+            states: state of each statistic. [R, S, *k], or [R, *k] for a statistic that is kept per head.
+            offset: index of each row's free slot, which the next token takes. [R] int64.
         """
         rows, slots = rank.shape
         self.keys, self.values, self.rank, self.position, self.states = keys, values, rank, position, states
@@ -65,7 +65,7 @@ class SlotTensors:
     def _stores(
         self, slots: int | None = None, change: Callable[[Tensor], Tensor] | None = None, pages: int | None = None
     ) -> tuple[AnyStore, AnyStore]:
-        """K and V with more slots, or changed along their rows, or in a pool of other pages."""
+        """Return copies of K and V with more slots, with changed rows, or in a pool with more pages."""
         if self.pool is not None:
             old = self.pool[0].table
             if change is not None:
@@ -80,7 +80,7 @@ class SlotTensors:
 
 
 def empty_stores(codec: Codec | None, keys: Tensor, values: Tensor, pages: PageTable | None) -> tuple[AnyStore, AnyStore]:
-    """Empty stores. keys, values: zeros of their sizes and dtype, which take no memory. [R, S, D], [R, S, Dv]."""
+    """Create empty stores. keys, values: expanded zeros, which give shape and dtype. [R, S, D], [R, S, Dv]."""
     if pages is not None:
         return PagedStore.empty(pages, keys), PagedStore.empty(pages, values)
     if codec is None:

@@ -1,7 +1,7 @@
 """Cache slots: preallocated and written in place.
 
-Evicting is one indexed write. The order of slots means nothing; ranks say who is older. A slot is empty when its rank is the
-number of slots. Layers of one shape share their tensors, so that one operation can serve them all.
+Eviction is one indexed write. The order of slots has no meaning; ranks order tokens by age. A slot is empty if its rank equals
+the number of slots. Layers of one shape share their tensors, so that one operation can serve all of them.
 
 Axis letters: L layers, B streams, H KV heads, R = L * B * H rows, S slots, D key dim, Dv value dim, k extra axes of a statistic.
 """
@@ -22,7 +22,7 @@ from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slot_tensors import SlotTensors, empty_stores
 from kvbench.policies import HeadSizes, Policy, Statistic
 
-BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
+BUCKET = 256  # slots; a cache that is not full attends over a multiple of this number
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class LayerShape:
 
     Attributes:
         group: query heads of a KV head.
-        rotation: None if the layer has no RoPE.
-        sliding_window: tokens a query may see, itself included; None if all.
-        plain_softmax: scores go to the softmax unchanged, and nothing but keys takes mass.
-        device: where its K and V are computed and kept, in a model that spans several devices; the model's when None.
+        rotation: RoPE of the layer; None without RoPE.
+        sliding_window: tokens that a query may see, its own included; None for all.
+        plain_softmax: the softmax has no softcap and no sink logits.
+        device: device of the layer's K and V, in a model that spans several devices; the model's device when None.
     """
 
     heads: int
@@ -52,13 +52,13 @@ class LayerShape:
         return HeadSizes(self.group, self.key_dim, self.value_dim)
 
     def kv_bytes(self, slots: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
-        """Bytes of slots for K and V in this layer."""
+        """Return the bytes of slots for K and V in this layer."""
         if codec is None:
             return slots * self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
         return self.heads * codec.allocated(slots, self.key_dim, self.value_dim, dtype.itemsize)
 
     def kept(self, capacity: int | None) -> int | None:
-        """Tokens this layer keeps between steps: a sliding-window layer no more than its window; None if all."""
+        """Return the tokens kept between steps, at most `sliding_window - 1`; None for all."""
         if self.sliding_window is None:
             return capacity
         return self.sliding_window - 1 if capacity is None else min(capacity, self.sliding_window - 1)
@@ -69,12 +69,12 @@ class Budget:
     """Number of tokens that the heads of some layers may hold.
 
     Attributes:
-        capacity: tokens per head held after an eviction, on average; None if all are.
-        floor: the least a head holds, if all heads of a layer compete; None if each head has a budget of its own.
-        of_rows: what each row held first, if rows differ: its budget, if each has its own. [R, 1] int64.
-        pages: whole ones go; None if tokens do.
-        slots: of each row; None for as many as the capacity needs.
-        bucket: slots that a cache without a capacity grows by.
+        capacity: mean number of tokens per head after an eviction; None if nothing is evicted.
+        floor: minimum number of tokens of a head, if the heads of a layer compete; None if each head has its own budget.
+        of_rows: initial number of tokens of each row, if rows differ. It is the row's budget unless heads compete. [R, 1] int64.
+        pages: pages that are evicted as a whole; None if single tokens are evicted.
+        slots: slots of each row; None for as many as the capacity needs.
+        bucket: slots by which a cache without a capacity grows.
     """
 
     capacity: int | None
@@ -86,18 +86,18 @@ class Budget:
 
     @classmethod
     def growing_from(cls, held: int) -> Budget:
-        """Budget of a cache that grows after its prompt was cut to `held` tokens, by about an eighth at a time."""
+        """Create the budget of a cache that grows, by about an eighth at a time, after its prompt was cut to `held` tokens."""
         bucket = min(BUCKET, max(16, 1 << max(0, (held // 8).bit_length() - 1)))
         return cls(None, slots=-(-(held + 1) // bucket) * bucket, bucket=bucket)
 
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """Heads of one layer that live in the same `Slots`.
+    """Heads of one layer that are stored in the same `Slots`.
 
     Attributes:
-        heads: their indices in the layer; all when None.
-        output: of the layer, as `Written.output` has it. [H, G, E, Dv].
+        heads: indices of the heads in the layer; all when None.
+        output: output projection of the heads, as in `Written.output`. [H, G, E, Dv].
     """
 
     layer: int
@@ -107,13 +107,13 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class Cadence:
-    """How many tokens a KV head holds as its stream goes on, which the host knows without looking at the cache.
+    """Schedule of evictions: the number of tokens that a KV head holds, which the host computes without reading the cache.
 
     Attributes:
-        capacity: tokens held after an eviction; None if nothing is evicted any more.
-        every: tokens evicted at once. They go as soon as `capacity + every` are held.
-        origin: tokens read when `capacity` were first held: the capacity itself, or the length of a prompt that was cut to it.
-        dropped: tokens read that were not held when eviction ended; 0 unless a prompt was cut.
+        capacity: tokens held after an eviction; None if no more tokens are evicted.
+        every: tokens evicted at once, as soon as `capacity + every` tokens are held.
+        origin: tokens read when the cache first held `capacity` tokens: the capacity, or the length of a prompt that was cut.
+        dropped: tokens evicted from a cut prompt, if no more tokens are evicted afterwards; otherwise 0.
     """
 
     capacity: int | None
@@ -133,7 +133,7 @@ class Cadence:
         return Cadence(self.capacity, self.every, max(prompt, self.capacity))
 
     def held(self, tokens_read: int) -> int:
-        """Tokens held after `tokens_read` tokens were read."""
+        """Return the number of tokens held after `tokens_read` tokens were read."""
         if self.capacity is None:
             return tokens_read - self.dropped
         return tokens_read if tokens_read < self.origin else self.capacity + (tokens_read - self.origin) % self.every
@@ -145,11 +145,11 @@ class Cadence:
         return tokens_read.where(tokens_read < self.origin, self.capacity + (tokens_read - self.origin) % self.every)
 
     def evicts(self, tokens_read: int) -> bool:
-        """Whether tokens are evicted after the last of `tokens_read` tokens."""
+        """Return whether tokens are evicted after the last of `tokens_read` tokens."""
         return self.capacity is not None and tokens_read > self.origin and (tokens_read - self.origin) % self.every == 0
 
     def runs(self, tokens_read: int, tokens: int) -> list[int]:
-        """The lengths of the runs that a block is cut into, so that evictions fall only at their ends."""
+        """Return the lengths of runs that make up a block, such that evictions happen only at the ends of runs."""
         if self.capacity is None:
             return [tokens]
         end, lengths = tokens_read + tokens, list[int]()
@@ -161,29 +161,29 @@ class Cadence:
 
 
 class Slots:
-    """The slots of layers, or parts of layers, of one shape, and what their policy keeps about them.
+    """Slots of layers, or of parts of layers, of one shape, with the statistics of their policy.
 
     Attributes:
-        shape: of each layer; its heads are those that live here.
-        parts: which heads of which layers.
-        layers: their indices in the model.
-        capacity: tokens held between steps, on average over heads; None if all.
-        every: tokens that are evicted at once.
-        rows: of a layer: its heads in all streams.
-        most: the largest number of tokens held during a step; None if there is none.
-        uneven: heads hold different numbers of tokens, so that only the device knows how many.
+        shape: shape of each layer; `shape.heads` counts the heads stored here.
+        parts: layers, and their heads that are stored here.
+        layers: indices of the layers in the model.
+        capacity: mean number of tokens per head held between steps; None for all.
+        every: tokens evicted at once.
+        rows: number of rows of a layer: its heads in all streams.
+        most: maximum number of tokens held during a step; None if unbounded.
+        uneven: heads hold different numbers of tokens, which only the device knows.
         evicts_each_step: every row evicts one token after each step, once it is full.
-        sees: what statistics read of attention.
-        dtype: of K and V, as they are read.
-        codec: of K and V, as they are stored; None: in that dtype.
-        empty_rank: the rank that marks an empty slot: one that no token has.
-        keys_rotated: keys are kept rotated to their positions in the stream.
+        sees: parts of attention that statistics read.
+        dtype: dtype of K and V when they are read.
+        codec: codec of stored K and V; None stores them in `dtype`.
+        empty_rank: rank that marks an empty slot; no token has this rank.
+        keys_rotated: keys are stored rotated to their positions in the stream.
         state_dtype: dtype of statistics and softmax weights.
-        layer_index: the indices of the layers. [L] int64.
-        head_index: the heads' indices in their layers. [L, H] int64.
-        prompt: tokens of each stream's prompt, 0 if it has none. [B] int64.
-        quiet: statistics that see attention don't look at the first `quiet` tokens.
-        version: number of times the tensors, or the prompt, were replaced: `Rows` made before are out of date.
+        layer_index: indices of the layers in the model. [L] int64.
+        head_index: indices of the heads in their layers. [L, H] int64.
+        prompt: length of each stream's prompt, in tokens; 0 without a prompt. [B] int64.
+        quiet: statistics that see attention ignore the attention of the first `quiet` tokens.
+        version: number of times that the tensors or the prompt were replaced. Earlier `Rows` are outdated.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Slots:
         keys_rotated: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        """Allocate.
+        """Allocate the slots.
 
         Raises:
             ValueError: the codec can't store heads of this size.
@@ -217,7 +217,7 @@ class Slots:
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
         self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated
         self.rows = streams * shape.heads
-        self._surplus = self._surplus_of(budget.of_rows)  # tokens that a layer's rows hold more than the cadence says
+        self._surplus = self._surplus_of(budget.of_rows)  # tokens that a layer's rows hold in addition to the cadence
         self.layer_index = torch.tensor(self.layers, device=device)
         self.head_index = torch.tensor([list(part.heads or range(shape.heads)) for part in parts], device=device)
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
@@ -239,12 +239,12 @@ class Slots:
         self.dtype, self.codec, self.version = dtype, codec, 0
 
     def _first_state(self, statistic: Statistic, rows: int, slots: int, device: torch.device) -> Tensor:
-        """A statistic of empty slots."""
+        """Return the initial state of a statistic."""
         size, dtype = ((rows, slots), self.state_dtype) if statistic.per == "slot" else ((rows,), torch.float64)
         return torch.full((*size, *statistic.shape(self.shape.sizes)), statistic.initial, device=device, dtype=dtype)
 
     def begin_prompt(self, tokens: int | Tensor, quiet: int = 0) -> None:
-        """Note that streams open with a prompt of this length, or of these. [B] int64. quiet: see the attribute."""
+        """Set the length of the prompt that opens each stream. tokens: one length, or [B] int64; quiet: see the attribute."""
         self.prompt = torch.zeros_like(self.prompt).add_(torch.as_tensor(tokens, device=self.device))
         self.quiet = quiet
         self.version += 1
@@ -262,10 +262,14 @@ class Slots:
         return paged + sum(x.nbytes for x in (tensors.rank, tensors.position, tensors.free, *tensors.states.values()))
 
     def attended(self, tokens_read: int | None, tokens: int = 1) -> int:
-        """Slots that a block of `tokens` looks at, the last of `tokens_read`: whole buckets; all slots when None.
+        """Return the number of slots that a block of `tokens` tokens attends over, a multiple of the bucket.
 
-        Of heads that evict and differ: where asking costs nothing, what the fullest may need, rounded up to eighths
-        of a power of two, so that it seldom changes.
+        If heads evict and hold different numbers of tokens, a block attends over all slots. On devices that the host can
+        read without waiting, it attends over the slots that the fullest head may need, rounded up to an eighth of a power
+        of two so that the number seldom changes.
+
+        Args:
+            tokens_read: tokens of each stream up to the end of the block; None for all slots.
         """
         if self.tensors.pages is not None and self.capacity is not None and self.device.type in MAY_ASK:
             most = int((self.tensors.free - self.tensors.row_base).max()) + tokens
@@ -277,9 +281,9 @@ class Slots:
         return min(self.num_slots, -(-used // self.budget.bucket) * self.budget.bucket)
 
     def used(self, tokens_read: int) -> int:
-        """Slots of a head in use after `tokens_read` tokens, at most: those of the tokens held before, and that of the last one.
+        """Return the maximum number of slots of a head in use by `tokens_read` tokens, the newest token's slot included.
 
-        In a pool the mean over heads, rounded up.
+        In a pool, return the mean over heads, rounded up.
         """
         if self.tensors.pages is not None:
             return -(-self._tokens(tokens_read) // self.rows)
@@ -303,7 +307,7 @@ class Slots:
     def grow(self, tokens_read: int) -> None:
         """Make room for `tokens_read` tokens of a stream, in whole buckets or pages.
 
-        Padded slots of a bounded cache have room from the start.
+        A bounded cache without pages has all of its slots from the start.
         """
         if self.capacity is None and self.cadence.held(tokens_read) > self.num_slots:
             buckets = -(-self.cadence.held(tokens_read) // self.budget.bucket)
@@ -312,28 +316,28 @@ class Slots:
             self._replace(self.tensors.repaged(pages))
 
     def _tokens(self, tokens_read: int) -> int:
-        """Tokens of a layer in use after `tokens_read` of each stream, at most, where rows differ."""
+        """Return the maximum number of tokens in a layer after `tokens_read` tokens of each stream, if rows differ."""
         return self.rows * (self.cadence.held(tokens_read) if self.most is None else min(tokens_read, self.most)) + self._surplus
 
     def _num_pages(self, tokens_read: int) -> int:
-        """Pages of a layer's pool."""
+        """Return the number of pages of a layer's pool."""
         full = None if self.most is None else self.rows * self.most + self._surplus
         return pages_for(self._tokens(tokens_read), self.rows, full, PAGE)
 
     @property
     def most_victims(self) -> int:
-        """Tokens that a row loses at once, at most."""
+        """Maximum number of tokens that a row evicts at once."""
         return self.every if self.budget.floor is None else self.shape.heads * self.every + self._surplus
 
     def _surplus_of(self, of_rows: Tensor | None) -> int:
-        """The attribute, of rows that held `of_rows` first. Syncs with the host."""
+        """Return `_surplus` for rows that initially hold `of_rows` tokens. Syncs with the host."""
         if of_rows is None:
             return 0
         surplus = int(of_rows.sum()) - len(of_rows) * (int(of_rows.max()) if self.capacity is None else self.capacity)
         return surplus if self.budget.floor is None else max(0, surplus)
 
     def kept(self, layer: int) -> list[list[list[int]]]:
-        """Positions held, oldest first, per stream and KV head. Syncs with the host."""
+        """Return the positions held, oldest first, by stream and KV head. Syncs with the host."""
         index = self.layers.index(layer)
         rank, position = (x.unflatten(0, (len(self.layers), -1))[index] for x in (self.tensors.rank, self.tensors.position))
         held = [
@@ -344,7 +348,7 @@ class Slots:
         return [held[b * heads : (b + 1) * heads] for b in range(self.streams)]
 
     def fork(self, streams: Tensor) -> Slots:
-        """Slots whose streams are copies of these. streams: [B'] int64."""
+        """Return slots whose streams are copies of the given streams. streams: [B'] int64."""
 
         def select(x: Tensor) -> Tensor:
             by_stream = x.view(len(self.layers), self.streams, self.shape.heads, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""The tensors that something holds, their bytes, and copies of them."""
+"""Find, count and copy the tensors that an object holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes allocated for tensors. Each storage counts once."""
+    """Return the bytes allocated for tensors. Each storage counts once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -21,14 +21,14 @@ def tensors_in(value: Any, leave_out: tuple[type[Any], ...]) -> Iterator[torch.T
     """Yield the tensors that an object holds, at any depth; a quantized tensor yields its parts.
 
     Args:
-        leave_out: types whose tensors don't count.
+        leave_out: types whose tensors are skipped.
     """
     for tensor in _whole_tensors(value, leave_out, set()):
         yield from _parts(tensor)
 
 
 def copied(value: T) -> T:
-    """A deep copy, also of quantized tensors that can't copy themselves."""
+    """Return a deep copy, also of quantized tensors that don't support it themselves."""
     return deepcopy(value, {id(x): _clone(x) for x in _whole_tensors(value, (), set()) if is_traceable_wrapper_subclass(x)})
 
 
@@ -60,7 +60,7 @@ def _parts(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _clone(tensor: Any) -> Any:
-    """A copy of all that a tensor consists of."""
+    """Copy all tensors that a tensor consists of."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.clone()
     names, context = tensor.__tensor_flatten__()

@@ -29,37 +29,37 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 
-_ATTEMPTS = 3  # with other tokens, where a head holds other tokens than the plain walk's
-_EVICTING_TOKENS = 8  # of the block in which a cache gets full
-_BLOCK_TOKENS, _BLOCK_TOKENS_16_BITS = 64, 32  # of a block that only evicts; in 16 bits heads soon hold other tokens
-_CLOSED_BLOCK_TOKENS = 160  # of the closed form, which computes up to 128 tokens at once
+_ATTEMPTS = 3  # comparisons on new tokens, if a head holds other tokens than in the plain walk
+_EVICTING_TOKENS = 8  # tokens that evict in the block in which a cache becomes full
+_BLOCK_TOKENS, _BLOCK_TOKENS_16_BITS = 64, 32  # of a block whose every token evicts; in 16 bits, heads soon differ
+_CLOSED_BLOCK_TOKENS = 160  # of a block in closed form, which computes up to 128 tokens at once
 _SINGLE_TOKENS = 8  # read one by one at the end
-_CODED_BLOCK_TOKENS = 12  # read before that in a coded cache; four evict
+_CODED_BLOCK_TOKENS = 12  # of a block in a coded cache; four of them evict
 _SHORT_CYCLE = 4  # tokens evicted at once: up to this many, three cycles are read one by one; above it, only their ends
-_DENSE_TOKENS = 256  # held before, where there is no capacity to fill
-_PROMPT_CAPACITY, _PROMPT_TOKENS, _PROMPT_BLOCK = 96, 64, 72  # the second is what the prompt has over the first
+_DENSE_TOKENS = 256  # held before the first block, if there is no capacity to fill
+_PROMPT_CAPACITY, _PROMPT_TOKENS, _PROMPT_BLOCK = 96, 64, 72  # the prompt has `_PROMPT_TOKENS` more tokens than the capacity
 _OTHER_VICTIMS, _OTHER_VICTIMS_16_BITS = 0.02, 0.25  # shares; rounding was measured to change none of 80,000, and 3 %
 
 TIMED_DEVICES = {"cuda"}  # on a CPU a kernel is always the faster one (docs/performance.md)
 _TIMED_BLOCK_TOKENS = 64
 _TIMED_BLOCKS = 3
-_CLEARLY = 3  # times as fast: one pair of blocks is enough
-_ROOM_TOKENS = 32  # that a cache filled with random numbers lacks when the first block comes
-_CACHES_PER_FREE_MEMORY = 8  # two are compared, perhaps with one in 64 bits, and take no more than half of it
+_CLEARLY = 3  # a method that is this many times faster needs one pair of blocks
+_ROOM_TOKENS = 32  # free slots of a randomly filled cache when the first block comes
+_CACHES_PER_FREE_MEMORY = 8  # two caches, and perhaps one in 64 bits, take at most half of the memory
 _CACHES_PER_FREE_MEMORY_16_BITS = 12
-_RECORDED_TOKENS, _RECORDED_PER_TOKEN = 384, 8  # bytes of inputs and answers, in those of a token's K and V
-_MOST_ROUNDING = 5.0  # units of rounding: where that changes so much, a comparison tells nothing
+_RECORDED_TOKENS, _RECORDED_PER_TOKEN = 384, 8  # inputs and answers, in multiples of a token's K and V
+_MOST_ROUNDING = 5.0  # in units of the tolerance; with more rounding, a comparison proves nothing
 
 
 class Trial(NamedTuple):
     """Result of comparing a method with the plain walk.
 
     Attributes:
-        refused: why it can't be used: an error, other logits, or other tokens kept; empty if it can.
-        slow_blocks: message that its blocks are slower than plain ones; empty if they aren't, or were not timed.
-        slow_steps: message that its single tokens are slower; empty if they aren't, or were not timed.
-        ran: shortcuts that ran while the two were compared, as in `RAN`.
-        eager_because: why steps were not captured, though they should have been; empty otherwise.
+        refused: reason that the method can't be used: an error, other logits, or other tokens kept; empty if it can.
+        slow_blocks: message that the method's blocks are slower than plain blocks; empty if they aren't, or were not timed.
+        slow_steps: message that the method's single tokens are slower; empty if they aren't, or were not timed.
+        ran: number of runs of each shortcut during the comparison, as in `RAN`.
+        eager_because: reason that steps were not captured, although they should have been; empty otherwise.
     """
 
     refused: str = ""
@@ -70,7 +70,7 @@ class Trial(NamedTuple):
 
 
 class MethodCheck:
-    """Tries methods on one cell.
+    """Compares methods with the plain walk on one cell.
 
     Attributes:
         max_error: largest difference measured so far, relative to the tolerance.
@@ -89,7 +89,7 @@ class MethodCheck:
         self._recorded: list[tuple[Tensor, list[LayerInputs]]] = []
 
     def _bytes_of_stream(self) -> int:
-        """Free memory that a stream of the comparison needs."""
+        """Return the bytes of free memory that each stream of the comparison needs."""
         caches = _CACHES_PER_FREE_MEMORY if self._exact else _CACHES_PER_FREE_MEMORY_16_BITS
         held = caches * self._model.kv_bytes(self._config.capacity or _DENSE_TOKENS)
         return held + _RECORDED_PER_TOKEN * self._model.kv_bytes(_RECORDED_TOKENS)
@@ -118,7 +118,7 @@ class MethodCheck:
         return Trial("", slow, slow_steps, ran, fast.graphs.refused if fast.graphs else "")
 
     def trial_of_runs(self) -> str:
-        """Why tokens can't be read in runs from one eviction to the next; empty if they can. Both sides are plain PyTorch."""
+        """Return the reason that runs between evictions can't be used; empty if they can. Both sides are plain PyTorch."""
         config = self._config
         tokens_before = (config.capacity or 0) + max(0, config.every - _SINGLE_TOKENS)
         try:
@@ -137,7 +137,7 @@ class MethodCheck:
             return self._failed(error)
 
     def trial_of_prompt(self) -> str:
-        """Why a prompt that is cut can't be read in one go; empty if it can. A short one is cut to few tokens."""
+        """Return the reason that a prompt to be cut can't be read at once; empty if it can. A short prompt is tried."""
         capacity = self._config.capacity
         try:
             try:
@@ -161,7 +161,7 @@ class MethodCheck:
         return Trial(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
 
     def _decoder(self, method: Method) -> CachedDecoder:
-        """A decoder that captures its second step; its cache is filled where reading is slow."""
+        """Create a decoder with a cache that is almost full. It captures its second step."""
         read = CachedDecoder(self._model, self._config, self._streams, method)
         if read.graphs is not None:
             read.graphs = read.graphs.fresh(after=1)
@@ -170,10 +170,10 @@ class MethodCheck:
         return read
 
     def _sizes(self, fast: CachedDecoder) -> list[int]:
-        """Tokens of the blocks that are compared: one in which a cache gets full, single ones, and one that only evicts."""
+        """Return the sizes of the blocks to compare: a block that fills the cache, single tokens, and a block that evicts."""
         closed = "closed form" in fast.offers
         if self._timed and self._config.capacity is not None:
-            odd = [_TIMED_BLOCK_TOKENS] * ("FlexAttention" in fast.offers)  # which FlexAttention leaves to plain code
+            odd = [_TIMED_BLOCK_TOKENS] * ("FlexAttention" in fast.offers)  # FlexAttention can't compute it
             first = [self._timed_tokens(fast)] * (1 + (self._exact or closed)) + odd
             return [*first, *self._single_sizes(fast, self._filled + sum(first))]
         first = [(self._config.capacity or self._filled) - self._filled + _EVICTING_TOKENS]
@@ -182,13 +182,13 @@ class MethodCheck:
         return [*first, *self._single_sizes(fast, self._filled + sum(first)), *(last if is_fast else [])]
 
     def _timed_tokens(self, fast: CachedDecoder) -> int:
-        """Tokens of a block that every shortcut in question takes: FlexAttention takes whole tiles."""
+        """Return the size of a block that every offered shortcut can read: FlexAttention reads whole tiles."""
         return TILE if "FlexAttention" in fast.offers else _TIMED_BLOCK_TOKENS
 
     def _single_sizes(self, fast: CachedDecoder, tokens_before: int) -> list[int]:
-        """Single tokens after `tokens_before` others; between them blocks, where evictions are far apart.
+        """Return the sizes of single tokens after `tokens_before` tokens, and of blocks in between if evictions are far apart.
 
-        Steps with evictions and steps without come three times each: for a dry run, a capture and a replay.
+        Steps with and without an eviction come three times each: for a dry run, a capture and a replay.
         """
         cadence = fast.walks[0].slots.cadence
         if cadence.every <= _SHORT_CYCLE:
@@ -201,7 +201,7 @@ class MethodCheck:
         return sizes
 
     def _tokens(self, count: int, streams: int, seed: int = 1) -> Tensor:
-        """Random tokens. [B, count] int64."""
+        """Return random tokens. [B, count] int64."""
         vocabulary = self._model.hf.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocabulary, (streams, count), generator=generator).to(self._model.device)
@@ -209,8 +209,8 @@ class MethodCheck:
     def _differs(self, method: Method, reference: Method, sizes: Sequence[int], tokens_before: int, streams: int = 1) -> str:
         """Describe how a method's attention or kept tokens differ from a reference method's; empty if they agree.
 
-        Rounding may make a head evict another token, or two of them in another order, but hardly the same head on other tokens,
-        too. So in more than 16 bits a comparison in which that happens is repeated with other tokens, up to `_ATTEMPTS` times.
+        Rounding may make a head evict another token, or swap two evictions, but hardly ever in the same head on other tokens. In
+        more than 16 bits, such a comparison is therefore repeated with other tokens, up to `_ATTEMPTS` times.
         """
         diverged: frozenset[Row] | None = None
         for seed in range(_ATTEMPTS):
@@ -230,7 +230,7 @@ class MethodCheck:
         """Compare a method with a reference once. The rounding error of the reference is measured where errors exceed it."""
         verdict = self._verdict(methods, sizes, tokens_before, streams, seed)
         if verdict.max_error > 1 and (wider := self._wider_dtype()) is not None:
-            first = verdict.max_error  # from the reference, which may be off by a third of what both together may be
+            first = verdict.max_error  # against the rounded reference; both together may be off by three times its error
             verdict = self._verdict(methods, sizes, tokens_before, streams, seed, wider)
             first /= max(1.0, 3 * verdict.rounding_error)
             verdict = verdict._replace(max_error=max(verdict.max_error, first))
@@ -255,7 +255,7 @@ class MethodCheck:
     ) -> Verdict:
         """Replay the same inputs by a method and a reference.
 
-        wider: dtype in which the reference is also computed, to measure its rounding error; None: it counts as exact.
+        wider: dtype in which the reference is also computed, to measure its rounding error; None if it counts as exact.
         """
         tokens, model = self._tokens(sum(sizes), streams, seed), self._model
         candidate, reference = (CachedDecoder(model, self._config, streams, method) for method in methods)
@@ -275,7 +275,7 @@ class MethodCheck:
         return comparison.verdict()
 
     def _inputs(self, tokens: Tensor) -> list[LayerInputs]:
-        """The inputs of the attention of all layers on these tokens, recorded once."""
+        """Return the inputs of all layers' attention on these tokens, which are recorded once."""
         for recorded, inputs in self._recorded:
             if recorded.shape == tokens.shape and torch.equal(recorded, tokens):
                 return inputs
@@ -283,7 +283,7 @@ class MethodCheck:
         return self._recorded[-1][1]
 
     def _wider_dtype(self) -> torch.dtype | None:
-        """The dtype in which rounding errors are measured; None if there is none. A coded cache in it would hold other codes."""
+        """Return the dtype in which rounding errors are measured; None if there is none. Another dtype would change codes."""
         if self._model.dtype == torch.float64 or self._config.kv is not None:
             return None
         return torch.float64 if self._exact else torch.float32
@@ -291,8 +291,8 @@ class MethodCheck:
     def _differs_captured(self, fast: CachedDecoder, reference: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
         """Describe how captured steps differ from eager ones; empty if they agree, or if none is captured.
 
-        Steps whose code is compiled as a whole round differently in every layer. They may differ by twice what kernels and plain
-        walk, which agree in every layer, differ in their logits.
+        Fused steps round differently in every layer. Their logits may differ by twice the difference between kernels and plain
+        walk, which agree in every layer.
         """
         if fast.graphs is None:
             self._differences([reference, fast], sizes)  # both are timed in the state after these tokens
@@ -306,7 +306,7 @@ class MethodCheck:
         return "its logits differ from those of steps that are not captured" if error > 1 else ""
 
     def _differences(self, reads: Sequence[CachedDecoder], sizes: Sequence[int]) -> list[float]:
-        """Largest difference of the others' logits from the first one's, in units of rounding; all read blocks of these sizes."""
+        """Return the largest difference of each decoder's logits from the first decoder's, relative to the tolerance."""
         model, max_errors = self._model, [0.0] * (len(reads) - 1)
         for block in self._tokens(sum(sizes), reads[0].streams).split(list(sizes), 1):
             keep = None
@@ -319,7 +319,7 @@ class MethodCheck:
         return max_errors
 
     def _slower(self, what: str, tokens: int, fast: CachedDecoder, reference: CachedDecoder) -> str:
-        """Says how long a block or a step takes if the plain one takes less; empty if it doesn't. They take turns."""
+        """Return a message if a block or a step takes longer than a plain one; otherwise empty. Timings are interleaved."""
         block = torch.zeros(self._streams, tokens, dtype=torch.int64, device=self._model.device)
         keep = None if tokens == 1 else torch.full((1,), tokens - 1, device=self._model.device)
         seconds: list[list[float]] = [[], []]
@@ -333,7 +333,7 @@ class MethodCheck:
 
 
 def blocks_by(read: CachedDecoder) -> str:
-    """How a decoder reads blocks, as in `FastCheck`."""
+    """Return the method by which a decoder reads blocks, as in `FastCheck.blocks`."""
     if not read.config.policy.evicts:
         return "closed form"
     return next((name for name in ("closed form", "compiled walk", "compiled steps") if name in read.offers), "walk")

@@ -32,39 +32,42 @@ def places(importance: Tensor, rank: Tensor) -> Tensor:
 
 
 def lowest(importance: Tensor, rank: Tensor, most: int) -> Tensor:
-    """The slots of the `most` lowest (importance, rank), in that order. Arguments as in `places`. -> [..., most or S] int64."""
+    """Return the slots of the `most` lowest (importance, rank), lowest first. -> [..., most or S] int64.
+
+    Arguments are those of `places`.
+    """
     if most >= rank.shape[-1]:
         order = rank.argsort(-1)
         return order.take_along_dim(importance.take_along_dim(order, -1).argsort(dim=-1, stable=True), -1)
     last = importance.topk(most, largest=False).values[..., -1:]
-    behind = (importance >= last).long() + (importance > last)  # of those that are worth as much as the last, the oldest go
+    behind = (importance >= last).long() + (importance > last)  # among tokens as important as the last, the oldest are evicted
     slots = (rank + behind * _BEYOND_RANKS).topk(most, largest=False).indices
     return slots.take_along_dim(importance.take_along_dim(slots, -1).argsort(dim=-1, stable=True), -1)
 
 
 def of_heads(importance: Tensor, rank: Tensor, count: Tensor, most: int) -> Tensor:
-    """The `count` tokens that go from each head, at most `most`. importance, rank: [R, S]; count: [R, 1] -> [R, S] bool."""
+    """Choose `count` tokens to evict from each head, at most `most`. importance, rank: [R, S]; count: [R, 1] -> [R, S] bool."""
     slots = lowest(importance, rank, most)
     goes = torch.arange(slots.shape[-1], device=rank.device) < count
     return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, slots, goes)
 
 
 def of_layers(importance: Tensor, rank: Tensor, count: Tensor, held: Tensor, floor: int, most: int) -> Tensor:
-    """The tokens that go when all heads of a layer compete: the lowest (importance, rank, head).
+    """Choose the tokens to evict if all heads of a layer compete: the lowest (importance, rank, head).
 
     Args:
         importance: +inf in empty slots. [N, H, S] float32.
         rank: [N, H, S] int64.
-        count: tokens that go from each layer of each stream. [N, 1] int64.
-        held: tokens of each head. [N, H, 1] int64.
-        floor: tokens that every head keeps.
-        most: bounds the count.
+        count: number of tokens to evict from each layer of each stream. [N, 1] int64.
+        held: number of tokens of each head. [N, H, 1] int64.
+        floor: minimum number of tokens that every head keeps.
+        most: upper bound of `count`.
 
     Returns:
         [N, H, S] bool.
     """
     heads, slots = rank.shape[1], lowest(importance, rank, most)
-    kept = torch.arange(slots.shape[-1], device=rank.device) >= held - floor  # the best of each head
+    kept = torch.arange(slots.shape[-1], device=rank.device) >= held - floor  # the most important tokens of each head
     by_head = rank.take_along_dim(slots, -1) * heads + torch.arange(heads, device=rank.device)[:, None]
     worth, number = importance.take_along_dim(slots, -1).masked_fill(kept, inf), by_head + kept * _BEYOND_RANKS
     goes = (places(worth.flatten(1), number.flatten(1)) < count).view(slots.shape)
@@ -72,16 +75,16 @@ def of_layers(importance: Tensor, rank: Tensor, count: Tensor, held: Tensor, flo
 
 
 def of_pages(importance: Tensor, rank: Tensor, count: Tensor, pages: Pages, heads: int) -> Tensor:
-    """The tokens of the pages that go: those worth least, of which a page without tokens that are never evicted comes first.
+    """Choose the pages to evict, the least important pages first, and return their tokens.
 
-    A page is `pages.size` tokens that follow each other in rank; one that isn't full stays. Tokens that no later query may see
-    count for nothing in a mean.
+    A page is `pages.size` tokens of consecutive ranks; a page that is not full is kept. Of equally important pages, those with
+    fewer protected tokens (importance +inf) are evicted first. Means ignore tokens that no later query may see.
 
     Args:
         importance: +inf in empty slots. [R, S] float32.
         rank: [R, S] int64.
-        count: tokens that go from each head: whole pages. [R, 1] int64.
-        pages: how they are judged.
+        count: number of tokens to evict from each head, a multiple of the page size. [R, 1] int64.
+        pages: page size, and the measure of a page's importance.
         heads: H.
 
     Returns:
@@ -105,7 +108,7 @@ def of_pages(importance: Tensor, rank: Tensor, count: Tensor, pages: Pages, head
 
 
 def ranks_without(victims: Tensor, rank: Tensor, empty: int) -> Tensor:
-    """Ranks once some tokens are gone: the others close up. victims: [R, S] bool; rank: [R, S] int64 -> the same."""
+    """Return the ranks after an eviction, without gaps. victims: [R, S] bool; rank: [R, S] int64 -> [R, S] int64."""
     by_rank = rank.clamp(max=rank.shape[1])
     gone = rank.new_zeros(len(rank), rank.shape[1] + 1).scatter_(1, by_rank, victims.long()).cumsum(-1)
     return (rank - gone.gather(1, by_rank)).masked_fill(victims | (rank == empty), empty)

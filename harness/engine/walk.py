@@ -1,17 +1,17 @@
-"""The walk: tokens through the cache of every layer, in the order in which things happen.
+"""The walk: read tokens into the cache of every layer.
 
-`begin` looks at a block once, before the first layer. The model then calls `attend` in every layer, and `end` is called after the
-last one. By the definition, a layer takes the tokens of its block one after the other:
+`begin` plans a block once, before the first layer. The model then calls `attend` in every layer, and `end` finishes the block
+after the last layer. By definition, a layer processes the tokens of a block one after another:
 
-1. write: the token's rank and position are entered for the free slot, and its key and its value are put there: the key
-   unrotated, or rotated where its angle never changes and nobody compares keys;
-2. attend: its query sees all tokens held, itself included, whose keys are rotated to where the position mode puts them;
-3. update: the attention goes into the policy's statistics;
-4. evict: once the cache is full, the token worth least gives up its slot, which is free for the next token.
+1. write: enter the token's rank and position for the free slot, and store its key and value there. The key is stored unrotated,
+   or rotated if its angle never changes and the policy does not read keys;
+2. attend: the token's query sees all tokens held, its own included. RoPE gives their keys the positions of the position mode;
+3. update: update the policy's statistics with the attention;
+4. evict: once the cache is full, free the slot of the least important token for the next token.
 
-A block of one token (`Step`) does 1 in `begin` and `attend`, 2 in `attend`, and 3 and 4 in `end`, for all layers at once. What a
-layer keeps depends on that layer's attention alone, so a longer block can pass one layer before it enters the next: `PlainWalk`
-does all four for each token inside a layer, and `shortcuts.py` computes the same faster.
+A block of one token (`Step`) does 1 in `begin` and `attend`, 2 in `attend`, and 3 and 4 in `end`, for all layers at once. The
+tokens that a layer keeps depend on the attention of that layer alone, so a longer block can pass one layer before it enters the
+next. `PlainWalk` does all four for each token inside a layer; `shortcuts.py` computes the same result faster.
 
 Axis letters: L layers, B streams, H KV heads, N = B * H, R = L * N, G query heads of a KV head, S slots, T tokens, D key dim,
 Dv value dim, P pairs of dims.
@@ -36,26 +36,26 @@ from kvbench.harness.engine.slot_rows import Rows, Windows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode, Seen
 
-_MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
+_MAX_BATCHED_ROPE_ELEMENTS = 2**20  # in the keys of all layers; with more elements, each layer computes its own RoPE
 
 
 class Walk:
-    """Drives blocks through the layers of one `Slots`.
+    """Reads blocks into the layers of one `Slots`.
 
     Attributes:
-        rotation: of the layers; None without RoPE.
+        rotation: RoPE of the layers; None without RoPE.
         ordered: the slots hold their tokens oldest first.
-        steady: where the next token goes as the one before did, its rank in all rows, [R] int64, and RoPE of its queries.
+        steady: rank in all rows, [R] int64, and RoPE of the queries, if the next token reuses those of the last token.
     """
 
     def __init__(
         self, slots: Slots, positions: PositionMode, limit: int, method: Method = EAGER, like: Walk | None = None
     ) -> None:
-        """Set up for a decoder's life.
+        """Choose kernels and shortcuts for the lifetime of a decoder.
 
         Args:
             method: shortcuts that may be taken.
-            like: a walk over other streams of such slots, whose kernels serve these too.
+            like: walk over other streams of equal slots, whose kernels are reused.
         """
         self.slots, self.rows, self.rotation, self._method = slots, Windows(slots), slots.shape.rotation, method
         self._placement = Placement(self.rotation, positions, limit, slots.dtype, slots.keys_rotated)
@@ -75,7 +75,7 @@ class Walk:
         self.steady: tuple[Tensor, QueryFactors] | None = None
 
     def begin(self, block: Block) -> Plan:
-        """Before the first layer: decide how the block is read, and compute what its layers share."""
+        """Plan a block before the first layer: choose the method, and compute the values that all layers share."""
         if block.steps.shape[1] == 1:
             return self._begin_step(block)
         self.steady = None
@@ -83,7 +83,7 @@ class Walk:
         if plan is not None:
             return plan
         attended = self.slots.attended(block.end, block.tokens)
-        places = self._places(block, self.rows(attended, self.slots.layers[0]))  # they are the same in every layer
+        places = self._places(block, self.rows(attended, self.slots.layers[0]))  # the same in every layer
         lengths = self._shortcuts.runs(block)
         if lengths is None:
             kernel = self._shortcuts.step_kernel(block)
@@ -115,7 +115,7 @@ class Walk:
         )
 
     def _query_factors(self, places: Places) -> Sequence[QueryFactors | None]:
-        """RoPE of the query of each token of a block, where its rank is known. [N, 1, P] each."""
+        """Return RoPE of each token's query; None without RoPE or if the host does not know ranks. [N, 1, P] each."""
         known = [rank for rank in places.ranks if rank is not None]
         of_block = None
         if known:
@@ -124,7 +124,7 @@ class Walk:
         return [None] * len(places.ranks) if of_block is None else [QueryFactors(x) for x in of_block.factors.unbind(0)]
 
     def _begin_step(self, block: Block) -> Step:
-        """Enter a token in the account of the free slot of every row, and place its query and the keys held."""
+        """Enter a token's rank and position for the free slot of every row, and compute RoPE of its query and the keys held."""
         slots, placement = self.slots, self._placement
         attended = slots.attended(None if block.tokens_before is None else block.tokens_before + 1)
         rows, layers = self.rows(attended), len(slots.layers)
@@ -159,13 +159,13 @@ class Walk:
             size = len(rank) // layers
             own = placement.of_queries(rank[:size, None].clamp(max=slots.num_slots), step[:size, None], slots.num_slots)
             query_factors = [own] * layers
-            # Once the cache is full, the rank of the newest token stays the same, and so does the place of its query.
+            # Once the cache is full, the newest token always has the same rank, and RoPE of its query stays the same.
             if evicts and slots.evicts_each_step and placement.mode != "stream" and own is not None:
                 self.steady = rank, own
         return Step(places, rows, attended, observed, observed_of_layer, None, query_factors, used, key_factors)
 
     def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Take a block into one layer, each token seeing what is kept when it comes.
+        """Read a block into one layer. Each token sees the tokens that are kept at its step.
 
         Args:
             layer: its index in the model.
@@ -226,7 +226,7 @@ class Walk:
         return out
 
     def _walk(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """The definition, token by token inside one layer: write, attend, update, evict."""
+        """Walk a block token by token inside one layer: write, attend, update, evict."""
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         slots, places, rows = self.slots, plan.places, self.rows(plan.attended, layer)
@@ -268,12 +268,12 @@ class Walk:
         Args:
             query: unrotated. [N, G, D].
             used: slots that hold a token; all when None. [N, 1, S] bool.
-            key_factors: RoPE that the cached keys still need, as they are stored; None if they need none. [N, S, P].
+            key_factors: RoPE that the stored keys still need; None if they need none. [N, S, P].
             query_factors: RoPE of the query; None without RoPE. [N, 1, P].
-            into: where to put the output. [N, G, Dv].
+            into: receives the output. [N, G, Dv].
 
         Returns:
-            What statistics read. [N, G, ...] each.
+            Parts of attention that statistics read. [N, G, ...] each.
         """
         keys, values = rows.windows
         scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
@@ -287,13 +287,16 @@ class Walk:
         return {name: observed[name] for name in rows.observed_names}
 
     def _note_written(self, rows: Rows, places: Places, t: int, free: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Tell statistics of a token that was written. free: [N] int64; keys, values: [N, 1, D]."""
+        """Set the first values of statistics for a written token. free: [N] int64; keys, values: [N, 1, D]."""
         size, valid = len(rows.rank), places.valid[t]
         counted = None if valid is None else valid[: size // rows.heads].expand(-1, rows.heads, 1).flatten()[:, None]
         rows.note_written(free[:, None], keys, values, places.steps[t][:size, None], places.ids[t][:size, None], counted)
 
     def end(self, plan: Plan, block: Block) -> None:
-        """After the last layer: note the order of the slots; after a step, update statistics and evict, in all layers at once."""
+        """Finish a block after the last layer.
+
+        Note the order of the slots. After a step, also update statistics and evict, in all layers at once.
+        """
         if not isinstance(plan, Step):
             self.ordered = self._shortcuts.ordered_after(plan, self.ordered, block.end)
             return
@@ -310,20 +313,20 @@ class Walk:
         plan.rows.release(places.valid[0], places.evicts[0], places.ragged)
 
     def phase(self, tokens_read: int) -> tuple[int, bool]:
-        """Return what the host decides about the next step: slots attended, and whether tokens are evicted."""
+        """Return the host's decisions about the next step: slots attended, and whether tokens are evicted."""
         return self.slots.attended(tokens_read + 1), self.slots.cadence.evicts(tokens_read + 1)
 
     def forget_placement(self) -> None:
-        """Make the next step compute all that it reads, as a captured one must."""
+        """Make the next step compute all of its inputs, as a captured step must."""
         self.steady = None
 
     def note_replay(self, tokens_read: int) -> None:
-        """Note what an eager step after `tokens_read` tokens would have noted."""
+        """Update the walk's state as an eager step after `tokens_read` tokens would have."""
         self.steady = None
         self.ordered = self.ordered and (self.slots.capacity is None or tokens_read < self.slots.capacity)
 
     def clear(self) -> None:
-        """Forget all tokens, in slots whose policy keeps no statistics."""
+        """Remove all tokens, from slots whose policy keeps no statistics."""
         tensors = self.slots.tensors
         assert not tensors.states
         tensors.rank.fill_(self.slots.empty_rank)
@@ -332,14 +335,14 @@ class Walk:
         self.ordered, self.steady = True, None
 
     def fork(self, streams: Tensor) -> Walk:
-        """A walk over copies of these streams. streams: [B'] int64."""
+        """Return a walk over copies of these streams. streams: [B'] int64."""
         other = Walk(self.slots.fork(streams), self._placement.mode, self._placement.limit, self._method, like=self)
         other.ordered = self.ordered
         return other
 
     @property
     def offers(self) -> frozenset[str]:
-        """Names of the shortcuts that may be taken, as in `RAN`."""
+        """Names, as in `RAN`, of the shortcuts that may be taken."""
         form, walk, method = self._shortcuts.form, self._kernels.walk, self._method
         is_compiled = method.walk_kernel and walk is not None and form is None
         offered = {
@@ -354,15 +357,15 @@ class Walk:
 
     @property
     def notes_written(self) -> bool:
-        """Whether statistics are told of every key and value that is written."""
+        """Whether a statistic reads every key and value that is written."""
         return self._writes
 
     @property
     def lost(self) -> str:
-        """Why a kernel is missing that could be there; empty if none is."""
+        """Reason that an existing kernel can't be used; empty if there is none."""
         return self._kernels.lost
 
     @property
     def plain_because(self) -> str:
-        """Why no kernel can walk its blocks, where they have to be walked; empty otherwise."""
+        """Reason that no kernel walks blocks; empty if a kernel does, or if no block has to be walked."""
         return "" if self._shortcuts.form is not None or self.slots.capacity is None else self._kernels.plain_because

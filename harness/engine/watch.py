@@ -1,8 +1,8 @@
-"""Shows what attention does in any transformers model, a chunk of queries at a time, so that no [T, T] is ever held.
+"""Show the attention of any transformers model in chunks of queries, so that no [T, T] matrix is held in memory.
 
-The model runs unmodified, with its own RoPE. Masks are left out: whether a layer is causal, and its sliding window, are read off
-the call. `check` compares this with the model's own attention. The decode loop has no part in it, so models that
-it can't drive can be watched, too.
+The model runs unmodified, with its own RoPE. Masks are not used: causality and sliding window are arguments of the attention
+call. `check` compares the shown attention with the model's own. The decode loop is not involved, so models that the loop can't
+drive can be watched, too.
 
 Axis letters: B samples, T tokens, Q query heads, H KV heads, t queries of a chunk, L keys it may see, D key dim, Dv value dim,
 E hidden size.
@@ -33,31 +33,31 @@ class NotWatchableError(ValueError):
 
 @dataclass(frozen=True)
 class Weighing:
-    """How attention weights follow from logits, where that is no softmax.
+    """Function from logits to attention weights, for attention without a softmax.
 
-    A model says so by a method of its config: `attention_weighing(module, query, scaling)` returns it for a layer's attention
-    module and queries, [B, Q, t, D], or None for a softmax.
+    A model declares it by a method of its config. `attention_weighing(module, query, scaling)` returns a `Weighing` for a
+    layer's attention module and queries, [B, Q, t, D], or None for a softmax.
 
     Attributes:
-        weights: of a query's logits, those of hidden keys at -inf. [B, Q, t, L] -> [B, Q, t, L].
-        bounded: a query's weights sum to at most 1, and the rest goes to no token. If not, they may sum to anything.
+        weights: returns the weights for logits, which are -inf for hidden keys. [B, Q, t, L] -> [B, Q, t, L].
+        bounded: the weights of a query sum to at most 1, and the rest goes to no token. Otherwise any sum is possible.
     """
 
     weights: Callable[[Tensor], Tensor]
     bounded: bool
 
     def shares(self, weights: Tensor) -> Tensor:
-        """The part of a query's attention that each key gets: the weights, or their share of an unbounded sum. [..., L]."""
+        """Return each key's share of a query's attention: the weights, divided by their sum if it is unbounded. [..., L]."""
         return weights if self.bounded else weights / nonzero(weights.sum(-1, keepdim=True))
 
 
 def nonzero(sums: Tensor) -> Tensor:
-    """Sums to divide by: weights that are all 0 have shares of 0."""
+    """Replace sums of 0 by 1, so that weights that are all 0 give shares of 0."""
     return sums.masked_fill(sums == 0, 1)
 
 
 def weighing_of(module: nn.Module, query: Tensor, scaling: float) -> Weighing | None:
-    """How the attention weights of a layer's queries follow from their logits; None if by a softmax."""
+    """Return the weighing of a layer's logits; None for a softmax. query: [B, Q, t, D]."""
     of_config = getattr(getattr(module, "config", None), "attention_weighing", None)
     weighing: Weighing | None = None if of_config is None else of_config(module, query, scaling)
     return weighing
@@ -68,15 +68,15 @@ class Chunk:
     """Attention of consecutive queries of one layer.
 
     Attributes:
-        layer: counted from 0, in the order in which a forward pass comes to them.
+        layer: index of the layer, in the order of the forward pass.
         first: position of the first query.
         causal: later keys are hidden from a query, and keys after the last query are left out.
-        logits: what the softmax is taken of; -inf where a key is hidden. [B, Q, t, L] float32 or wider.
-        weights: [B, Q, t, L], as wide. Weights that may sum to anything (sigmoids) are divided by their sum, as Gu et al. 2024,
-            arXiv:2410.10781, do to compare them.
-        rest: weight that no token gets: a learned sink, the 1 of a softmax off by one, or what was clipped. [B, Q, t]; None if
-            there is none.
-        total: sum by which weights were divided. [B, Q, t, 1]; None if they were not.
+        logits: input of the softmax; -inf for hidden keys. [B, Q, t, L] float32 or wider.
+        weights: [B, Q, t, L], dtype of the logits. Unbounded weights (sigmoids) are divided by their sum, as in Gu et al. 2024,
+            arXiv:2410.10781.
+        rest: weight that goes to no token: to a learned sink, to the 1 of a softmax off by one, or lost by clipping.
+            [B, Q, t]; None if all weight goes to tokens.
+        total: sum by which the weights were divided. [B, Q, t, 1]; None if they were not divided.
     """
 
     layer: int
@@ -94,16 +94,16 @@ class Chunk:
 
 
 class Watcher(Protocol):
-    """Sees every layer of forward passes."""
+    """Receives the attention and the hidden states of every layer."""
 
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keys, as attention takes them, and values, before the layer's chunks. [B, H, T, D], [B, H, T, Dv]."""
+        """Receive a layer's keys and values, as passed to its attention, before its chunks. [B, H, T, D], [B, H, T, Dv]."""
 
     def see_chunk(self, chunk: Chunk) -> None:
-        """Attention, chunk by chunk in the order of queries."""
+        """Receive a chunk of attention. Chunks come in the order of queries."""
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """The hidden states after a layer. [B, T, E]."""
+        """Receive the hidden states after a layer. [B, T, E]."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    dropout: float = 0.0,  # noqa: ARG001 - sixth, as in transformers' own: wrappers pass it by position
+    dropout: float = 0.0,  # noqa: ARG001 - sixth parameter, as in transformers' functions: wrappers pass it by position
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -131,7 +131,7 @@ def _attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, T, Q, Dv]."""
+    """Attention function registered with transformers. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, T, Q, Dv]."""
     current = _PASS.get()
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     if s_aux is None and getattr(getattr(module, "config", None), "zero_sink", False):
@@ -154,7 +154,7 @@ def _attention(
 
 
 def _chunk(layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, weighing: Weighing | None) -> Chunk:
-    """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D]."""
+    """Compute the attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D]."""
     end = first + query.shape[2] if causal else keys.shape[2]
     logits = query @ keys[:, :, :end].mT * terms.scaling
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -187,10 +187,10 @@ def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
     """Run a model once, without its head, and show its layers to a watcher.
 
     Args:
-        hf: any model whose attention goes through transformers' AttentionInterface; its own attention is put back afterwards.
-            One that reads pixels comes without a head.
-        watcher: sees every layer.
-        inputs: what the model reads, all of one length: `input_ids` [B, T], or `pixel_values`.
+        hf: any model whose attention goes through transformers' AttentionInterface. Its own attention is restored afterwards.
+            A model that reads pixels must have no head.
+        watcher: receives every layer.
+        inputs: inputs of the model, of equal length: `input_ids` [B, T], or `pixel_values`.
 
     Returns:
         The last hidden states. [B, T, E].
@@ -227,7 +227,7 @@ def check(hf: PreTrainedModel, **inputs: Tensor) -> set[int]:
         The layers in which some weight goes to no token.
 
     Raises:
-        NotWatchableError: they differ by more than rounding, so what is shown is not what the model does.
+        NotWatchableError: the hidden states differ by more than rounding, so the shown attention is not the model's.
     """
     sunk = _Sunk()
     ours = watch(hf, sunk, **inputs).float()
@@ -241,10 +241,10 @@ def check(hf: PreTrainedModel, **inputs: Tensor) -> set[int]:
 
 
 def layers_of(hf: PreTrainedModel) -> nn.ModuleList:
-    """A model's layers: its first list of as many modules as its config says.
+    """Return a model's layers: its first module list that is as long as the number of layers in its config.
 
     Raises:
-        NotWatchableError: it has none.
+        NotWatchableError: the model has no such list.
     """
     count = getattr(hf.config.get_text_config(), "num_hidden_layers", None)
     for module in hf.modules():
@@ -254,7 +254,7 @@ def layers_of(hf: PreTrainedModel) -> nn.ModuleList:
 
 
 class _Sunk:
-    """Sees in which layers some weight goes to no token."""
+    """Records the layers in which some weight goes to no token."""
 
     def __init__(self) -> None:
         self.layers: set[int] = set()

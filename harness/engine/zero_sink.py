@@ -1,8 +1,8 @@
 """Softmax off by one: attention whose weights may sum to less than one, as if a token with K = V = 0 came first.
 
 Source: Miller 2023, "Attention is off by one"; Xiao et al. 2023, arXiv:2309.17453, Equation 2 and Table 3 ("zero sink").
-A model asks for it in its config (`zero_sink: true`). Pretraining and the self-check use this function. The decode loop gets the
-same result from a sink logit of 0.
+A model enables it in its config (`zero_sink: true`). Pretraining and the self-check use this function. The decode loop computes
+the same result with a sink logit of 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention with a token of zeros before the text. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
+    """Compute causal attention with a token of zeros before the text. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     tokens = query.shape[2]
     key, value = (torch.cat([x.new_zeros(*x.shape[:2], 1, x.shape[3]), x], 2) for x in (key, value))
     visible = torch.ones(tokens, tokens + 1, dtype=torch.bool, device=query.device).tril(1)
