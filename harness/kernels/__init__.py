@@ -1,7 +1,7 @@
 """Kernels in C, Triton and CUDA, CUDA graphs, and the tracer that turns a policy into kernel code.
 
-The engine works without this package. It calls these six functions, and only through `engine/kernel_interface.py`. Modules are
-imported when they are needed, so that a CPU never imports Triton, and `bench list` no model.
+The engine works without this package. It calls only the functions below, through `engine/kernel_interface.py`. Each function
+imports its module when it is called, so that CPUs never import Triton, and `bench list` imports no model.
 
 Axis letters: B streams, T tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False) -> Kernels:
     """Return the kernels for the layers of one `Slots` under their policy: C on CPUs, Triton on CUDA.
 
-    Arguments: as of `kernel_interface.kernels_for`. Kernels that can't be traced or built are None, with the reason.
+    Arguments are those of `kernel_interface.kernels_for`. Kernels that can't be traced or built are None, with the reason.
     """
     from kvbench.harness.kernels import choose
 
@@ -31,9 +31,9 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
 
 
 def flex_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> ClosedForm:
-    """Return a closed form that computes blocks by FlexAttention on CUDA, and others by PyTorch code.
+    """Return a closed form that computes blocks of whole tiles by FlexAttention on CUDA, and other blocks by PyTorch code.
 
-    Arguments: as of `ClosedForm`.
+    Arguments are those of `ClosedForm`.
     """
     from kvbench.harness.kernels.flex_blocks import FlexForm
 
@@ -48,14 +48,14 @@ def step_graphs() -> StepGraphs:
 
 
 def capture_failure() -> str:
-    """Return the message of the first CUDA graph capture that failed in this process; empty if none did."""
+    """Return the message of the first CUDA graph capture that failed in this process; empty if no capture failed."""
     from kvbench.harness.kernels.captured import PROCESS
 
     return PROCESS.failed
 
 
 def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Compute logits of single tokens at position 0 by compiled code; the first call for a number of streams compiles.
+    """Compute logits of single tokens at position 0 by a compiled model. The first call for each B compiles it.
 
     Args:
         tokens: [B, 1] int64.
@@ -72,7 +72,7 @@ def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def why_not_compiled(policy: Policy) -> str:
-    """Return why a bound policy has no compiled walk on this CPU, such as a missing compiler; empty if it has one."""
+    """Return the reason that a bound policy has no compiled walk on this CPU, such as a missing compiler; empty if it has one."""
     from kvbench.harness.kernels import compiler
 
     return compiler.why_not(policy)

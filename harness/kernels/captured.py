@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: a whole step, evictions in every layer included, is replayed with no Python between tokens.
 
-A graph is valid for one phase, which stands for all that the host decides about a step: how many slots are attended, whether
-tokens are evicted. Phases come back where tokens are evicted several at once, so a decoder keeps the graphs of those it met
-last, until its slots are replaced. Its first steps run eagerly, which compiles kernels. After those, the first step of a phase
-is a dry run, which finds out whether the step waits for the device. If it doesn't, the phase's next step is captured, and from
-then on its graph is replayed.
+A graph is valid for one phase. The phase contains all decisions of the host about a step: the number of slots attended, and
+whether tokens are evicted. Phases recur if several tokens are evicted at once, so a decoder keeps the graphs of the most recent
+phases until its slots are replaced. The first steps of a decoder run eagerly, which compiles kernels. Afterwards, the first step
+of a phase is a dry run, which detects whether the step waits for the device. If it does not, the phase's next step is captured,
+and later steps replay the graph.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kvbench.harness.engine.method import RAN
 
-CAPTURE_AFTER = 16  # steps; a capture costs 50 to 100 ms, so a short answer does without
-_MAX_GRAPHS = 32  # of a decoder; phases recur after `evict.every` steps, one for each 256 slots that the cache grows by
+CAPTURE_AFTER = 16  # steps; a capture takes 50 to 100 ms, too long for a short answer
+_MAX_GRAPHS = 32  # of a decoder; phases recur after `evict.every` steps, and change with each 256 slots of a growing cache
 _WAIT_MESSAGE = "called a synchronizing CUDA operation"  # PyTorch's warning
 
 Result = TypeVar("Result")
@@ -33,13 +33,13 @@ Around = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class ProcessState:
-    """Whether this process can still capture.
+    """State of captures in this process.
 
-    After a failed capture it can't be trusted to: before PyTorch 2.12 the allocator goes on as if the capture were under way and
-    never gives memory back, so that later cells run out of it. They belong in a new process.
+    A process can't capture after a failed capture. Before PyTorch 2.12, the allocator then behaves as if the capture were still
+    running and never frees memory, so that later cells run out of memory. Later cells should run in a new process.
 
     Attributes:
-        failed: message of the first capture that failed; empty if none did.
+        failed: message of the first capture that failed; empty if no capture failed.
     """
 
     failed: str = ""
@@ -49,11 +49,11 @@ PROCESS = ProcessState()
 
 
 class _Pool(NamedTuple):
-    """The memory of all graphs on a device. They are never replayed at once, and their logits are copied after each replay.
+    """Memory pool of all graphs on a device. Graphs never replay at the same time, and logits are copied after each replay.
 
     Attributes:
-        handle: of the memory.
-        keeper: an empty graph. A pool can't be used again once the last of its graphs is gone.
+        handle: handle of the pool.
+        keeper: empty graph that keeps the pool alive. A pool can't be used again after its last graph is deleted.
     """
 
     handle: Any
@@ -62,7 +62,7 @@ class _Pool(NamedTuple):
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that captures are made on."""
+    """Return the stream of captures on a device."""
     return torch.cuda.Stream(device)
 
 
@@ -70,14 +70,14 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _pool(device: torch.device) -> _Pool:
     pool = _Pool(torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph())
     with warnings.catch_warnings(), torch.cuda.stream(_stream(device)):
-        warnings.simplefilter("ignore")  # that the graph is empty
+        warnings.simplefilter("ignore")  # PyTorch warns that the graph is empty
         pool.keeper.capture_begin(pool=pool.handle)
         pool.keeper.capture_end()
     return pool
 
 
 def recorded(work: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture some work, which computes nothing yet. The current stream is the same afterwards, even if the capture fails.
+    """Capture work in a CUDA graph, without computing it. The current stream is restored, even if the capture fails.
 
     `torch.cuda.graph` is not used, because it leaves the capture's stream in place if the capture fails.
     """
@@ -87,7 +87,7 @@ def recorded(work: Callable[[], Result], device: torch.device) -> tuple[torch.cu
         try:
             result = work()
         except BaseException:
-            with suppress(RuntimeError):  # it says no more than that the work failed
+            with suppress(RuntimeError):  # this error only repeats that the work failed
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -95,7 +95,7 @@ def recorded(work: Callable[[], Result], device: torch.device) -> tuple[torch.cu
 
 
 def replayable(launches: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
-    """Kernel launches that allocate nothing and have been made before, as a CUDA graph; None if they can't be captured."""
+    """Capture kernel launches that allocate nothing and ran before. Return the replay; None if the capture fails."""
     if PROCESS.failed:
         return None
     try:
@@ -106,7 +106,7 @@ def replayable(launches: Callable[[], None], device: torch.device) -> Callable[[
 
 
 class CudaGraph:
-    """Captured decode step, which replays as a CUDA graph."""
+    """Decode step that is replayed as a CUDA graph."""
 
     def __init__(self, step: Step, tokens: Tensor) -> None:
         """Capture a step.
@@ -116,27 +116,27 @@ class CudaGraph:
         """
         self._tokens = tokens.clone()
         torch.cuda.synchronize(tokens.device)
-        torch.cuda.empty_cache()  # nothing can be given back during the capture
+        torch.cuda.empty_cache()  # memory can't be freed during the capture
         self._graph, self._logits = recorded(lambda: step(self._tokens), tokens.device)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits of the next step. [B, 1] -> [B, 1, V]."""
+        """Replay the step. tokens: [B, 1] int64 -> logits [B, 1, V]."""
         self._tokens.copy_(tokens)
         self._graph.replay()
         return self._logits.clone()
 
 
 def dry_run(step: Step, tokens: Tensor) -> tuple[Tensor, str]:
-    """Run a step on the stream of captures, and find out whether it could be captured.
+    """Run a step on the stream of captures, and detect whether it can be captured.
 
-    The step counts: it changes the cache. That is why waits for the device only warn; as errors they would end the step half-way,
-    and run again it would count its attention twice.
+    The step changes the cache. Waits for the device therefore cause warnings, not errors: an error would end the step half-way,
+    and a second run would count its attention twice.
 
     Args:
         tokens: [B, 1].
 
     Returns:
-        Logits [B, 1, V], and why the step can't be captured; empty if it can.
+        Logits [B, 1, V], and the reason that the step can't be captured; empty if it can.
     """
     side, current = _stream(tokens.device), torch.cuda.current_stream(tokens.device)
     mode = torch.cuda.get_sync_debug_mode()
@@ -156,34 +156,34 @@ def dry_run(step: Step, tokens: Tensor) -> tuple[Tensor, str]:
 
 
 class CapturedSteps:
-    """The captured steps of one decoder.
+    """Captured steps of one decoder.
 
     Attributes:
-        refused: why steps run eagerly after all, e.g. because a layer waits for the device; empty if they don't.
+        refused: reason that no more steps are captured, e.g. because a layer waits for the device; empty if there is none.
         replayed: number of steps replayed.
     """
 
     def __init__(self, capture: Callable[[Step, Tensor], Step] = CudaGraph, after: int = CAPTURE_AFTER) -> None:
-        """Start without a graph.
+        """Create an object without graphs.
 
         Args:
-            capture: turns a step into one that can be replayed.
-            after: steps that run before any is captured, at least 1.
+            capture: turns a step into a step that is replayed.
+            after: number of steps that run before the first capture, at least 1.
         """
         self._capture, self._after = capture, after
         self._slots: Hashable = None
-        self._steps = 0  # with these slots
+        self._steps = 0  # number of steps with these slots
         self._graphs: OrderedDict[Hashable, tuple[Step, Any] | None] = OrderedDict()  # by phase; None after its dry run
         self.refused, self.replayed = "", 0
 
     def fresh(self, after: int | None = None) -> CapturedSteps:
-        """Return graphs for another decoder, none captured yet. after: as in `__init__`; unchanged when None."""
+        """Return an object for another decoder, without graphs. after: as in `__init__`; unchanged when None."""
         return CapturedSteps(self._capture, self._after if after is None else after)
 
     def __call__(
         self, slots: Hashable, phase: Hashable, alive: Any, step: Step, tokens: Tensor, around: Around = nullcontext
     ) -> tuple[Tensor, bool]:
-        """Run one step, replayed from its graph if there is one. Arguments and result: as of `kernel_interface.StepGraphs`."""
+        """Run one step, by a replay if its phase has a graph. Arguments and result are those of `kernel_interface.StepGraphs`."""
         if slots != self._slots:
             self._slots, self._steps = slots, 0
             self._graphs.clear()
@@ -200,7 +200,7 @@ class CapturedSteps:
         return step(tokens), False
 
     def _tried(self, phase: Hashable, step: Step, tokens: Tensor, around: Around) -> Tensor:
-        """Logits of a phase's dry run, after which the phase may be captured."""
+        """Return the logits of a phase's dry run, after which the phase may be captured."""
         self._graphs[phase] = None
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
@@ -211,7 +211,7 @@ class CapturedSteps:
         return logits
 
     def _captured(self, alive: Any, step: Step, tokens: Tensor, around: Around) -> tuple[Step, Any] | None:
-        """The step's graph and what it reads from; None if it can't be captured."""
+        """Capture a step. Return the graph with the objects that it reads; None if the step can't be captured."""
         if PROCESS.failed and not self.refused:
             self.refused = f"an earlier capture failed: {PROCESS.failed}"
         if self.refused:
@@ -219,7 +219,7 @@ class CapturedSteps:
         with around():
             try:
                 return self._capture(step, tokens), alive
-            except Exception as error:  # the device was waited for, memory asked of it, or whatever a policy does
+            except Exception as error:  # the step waited for the device, ran out of memory, or a policy failed
                 self.refused = PROCESS.failed = _first_line(error)
                 return None
 

@@ -1,4 +1,4 @@
-"""Chooses the kernels for the layers of one `Slots`: C on CPUs, Triton on CUDA. Both name theirs in `KERNELS`."""
+"""Choose the kernels for the layers of one `Slots`: C on CPUs, Triton on CUDA. Both modules list theirs in `KERNELS`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODULES: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}  # by kind of devic
 
 
 def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False) -> Kernels:
-    """Return the kernels for some layers. Arguments: those of `kvbench.harness.kernels.kernels_for`."""
+    """Return the kernels for some layers. Arguments are those of `kvbench.harness.kernels.kernels_for`."""
     module = _MODULES.get(slots.device.type)
     if module is None:
         return Kernels(plain_because=f"no kernels for device '{slots.device.type}'")

@@ -1,8 +1,8 @@
-/* One token in one layer, as in `step.c`, where K and V are stored as packed integers, which are unpacked in registers: no float of
-   the cache is written. This is a template: compiler.py puts in the dims, the bits of a code, and the channels that share a scale.
+/* One token in one layer, as in `step.c`, with K and V stored as packed integers. They are decoded in registers, and no decoded K or
+   V is written to memory. This is a template: compiler.py inserts the dims, the bits of a code, and the channels that share a scale.
 
-   A number is code * scale + zero. The first `sinks` tokens of a stream and the `recent` newest are read from where they lie beside
-   the codes, as they were. The code of a new token is that of `store.encoded`, digit for digit.
+   A number is code * scale + zero. The first `sinks` tokens of a stream and the `recent` newest tokens are exempt, and read from the
+   exact vectors beside the codes. Codes of a new token equal those of `slot_stores.encoded` exactly.
 
    Axis letters: N rows (stream, KV head), G query heads of a KV head, S slots, P pairs of dims, D key dim, E value dim, X exempt
    tokens, g groups of channels. */
@@ -15,11 +15,11 @@
 #include <immintrin.h>
 #endif
 
-#pragma GCC optimize("no-associative-math")  /* which takes fused sums of products apart, to add them in pairs */
+#pragma GCC optimize("no-associative-math")  /* associative math splits fused multiply-adds, to add products in pairs */
 #include "vectors.h"
 
 enum { BITS = CODE_BITS, KC = KEY_CHANNELS, EC = VALUE_CHANNELS };  /* channels of a group */
-enum { BLOCK = 8 };  /* slots that are unpacked before they are used */
+enum { BLOCK = 8 };  /* slots that are unpacked at once */
 
 #if STORED_IN_16_BITS  /* bfloat16: the upper half of a float */
 typedef uint16_t stored;
@@ -40,10 +40,10 @@ static inline float loaded(stored x) { return x; }
 static inline stored rounded(float x) { return x; }
 #endif
 
-/* The place of dim d in a vector whose even dims come first. */
+/* Place of dim d in a vector whose even dims come first. */
 static inline int split(int d, int dims) { return dims % 2 ? d : d / 2 + d % 2 * (dims / 2); }
 
-/* Where a token is held if it is exempt; -1 if it is not. */
+/* Place of a token among the exempt tokens; -1 for coded tokens. */
 static inline int64_t place_of(int64_t position, int64_t now, int64_t sinks, int64_t recent) {
     if (position < sinks) return position;
     return now - position < recent ? sinks + position % recent : -1;
@@ -53,7 +53,7 @@ static inline int64_t place_of(int64_t position, int64_t now, int64_t sinks, int
 typedef uint32_t whole __attribute__((vector_size(4 * WIDE)));
 typedef int32_t positive __attribute__((vector_size(4 * WIDE)));
 
-/* WIDE pairs of codes, which are 2 * BITS bytes: the first of a pair in the lowest bits of a lane, and the second above it. */
+/* Loads WIDE pairs of codes, 2 * BITS bytes. The first code of a pair is in the lowest bits of a lane, the second code above. */
 static inline __attribute__((always_inline)) whole pairs(const uint8_t *codes) {
     if (BITS == 2) {
         uint32_t word;
@@ -71,7 +71,7 @@ static inline __attribute__((always_inline)) whole pairs(const uint8_t *codes) {
 }
 #endif
 
-/* Unpacks a stored vector of `dims` numbers, of which `channels` share a scale: first those of even channels, then the others. */
+/* Unpacks a stored vector of `dims` numbers, of which `channels` share a scale: first even channels, then odd channels. */
 static inline __attribute__((always_inline)) void unpack(float *restrict out, const uint8_t *restrict codes,
                                                          const stored *restrict scale, const stored *restrict zero, int dims,
                                                          int channels) {
@@ -93,7 +93,7 @@ static inline __attribute__((always_inline)) void unpack(float *restrict out, co
     }
 }
 
-/* Rotates a vector by RoPE: factors of positions on two levels, cosines and sines; the second is null if there is one level. */
+/* Rotates a vector by RoPE factors on two levels, cosines and sines; the second level is null if there is only one. */
 static inline __attribute__((always_inline)) void turn(float *restrict x, const float *restrict low, const float *restrict high) {
     enum { P = D / 2 };
     for (int p = 0; p < P; p++) {
@@ -105,7 +105,7 @@ static inline __attribute__((always_inline)) void turn(float *restrict x, const 
     }
 }
 
-/* Scores of BLOCK keys: dot products of each with one query [D]. */
+/* Computes scores of BLOCK keys: dot products with one query [D]. */
 static inline void dots(float *restrict scores, float (*restrict keys)[D], const float *restrict query) {
     int d = 0;
 #if WIDE > 1
@@ -131,7 +131,7 @@ static inline void dots(float *restrict scores, float (*restrict keys)[D], const
         for (int j = 0; j < BLOCK; j++) scores[j] += keys[j][d] * query[d];
 }
 
-/* Adds BLOCK values [E], each times its weight. */
+/* Adds BLOCK weighted values [E]. */
 static inline void add(float *restrict sum, const float *restrict weights, float (*restrict values)[E]) {
     int e = 0;
 #if WIDE > 1
@@ -170,8 +170,8 @@ static inline void pack(const float *restrict x, uint8_t *restrict codes, stored
 
 /* Reads a token. Returns 0, or -1 if there is no memory.
 
-   key_codes: [N, slots, D * BITS / 8], key_scale, key_zero: [N, slots, g], key_exact: [N, X, D]; the same of values. The other
-   arguments are those of `step`. */
+   key_codes: [N, slots, D * BITS / 8], key_scale, key_zero: [N, slots, g], key_exact: [N, X, D]; arguments for values have the same
+   shapes with E. Other arguments are those of `step`. */
 int64_t coded_step(const float *query, const float *key, const float *value, const int64_t *order, uint8_t *key_codes,
                    stored *key_scale, stored *key_zero, stored *key_exact, uint8_t *value_codes, stored *value_scale,
                    stored *value_zero, stored *value_exact, const int64_t *rank, const int64_t *position,
@@ -179,7 +179,7 @@ int64_t coded_step(const float *query, const float *key, const float *value, con
                    int64_t first, int64_t slots, int64_t attended, int64_t mode, int64_t limit, int64_t level, int64_t threads,
                    int64_t sinks, int64_t recent, float scaling) {
     enum { KB = D * BITS / 8, EB = E * BITS / 8, KG = D / KC, EG = E / EC };
-    const int level_bits = __builtin_ctzll(level);  /* it is a power of two; dividing by it would take as long as a rotation */
+    const int level_bits = __builtin_ctzll(level);  /* level is a power of two; a division would take as long as a rotation */
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t n = 0; n < rows; n++) {

@@ -1,6 +1,6 @@
-/* The bookkeeping after a token where heads hold different numbers of tokens: the lowest of all heads of a layer go, or of each head
-   what is over its budget. Rows then close up: their last tokens take the slots of those that left, and give back empty pages. This
-   is a template: compiler.py puts a policy's expressions in; those of a policy that has none are not called.
+/* Bookkeeping after a token, for heads that hold different numbers of tokens. The least important tokens of all heads of a layer are
+   evicted, or the tokens of each head above its budget. The last tokens of a row then move to the slots of evicted tokens, and empty
+   pages are returned. This is a template: compiler.py inserts a policy's expressions, which are not called if a policy has none.
 
    Axis letters: L layers, B streams, R rows of all layers (layer, stream, KV head), G query heads of a KV head, S slots, W pages of a
    row. */
@@ -11,10 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What a row's slots hold, and how many bytes of it each has. */
+/* An array over slots, and its number of bytes per slot. */
 typedef struct { char *first; int64_t bytes; } Held;
 
-/* The slot of the lowest (worth, rank) among the first `count`; -1 if there is none. Worth NaN compares with nothing. */
+/* Returns the slot of the lowest (worth, rank) among the first `count`; -1 if there is none. Slots with worth NaN are skipped. */
 static inline int64_t lowest(const float *restrict worth, const int64_t *restrict ranks, int64_t count) {
     int64_t slot = -1, worst = INT64_MAX;
     float least = INFINITY;
@@ -23,7 +23,7 @@ static inline int64_t lowest(const float *restrict worth, const int64_t *restric
     return slot;
 }
 
-/* Takes victims, whose worth is NaN, out of a row of `count` tokens. Returns how many are left. */
+/* Removes victims, whose worth is NaN, from a row of `count` tokens. Returns the number of remaining tokens. */
 static int64_t close_up(const float *worth, int64_t *ranks, int64_t count, int64_t gone, int64_t slots, const Held *of_slots,
                         int64_t num_of_slots, const Held *of_pool, const int64_t *table, int64_t page, int64_t *scratch) {
     const int64_t left = count - gone;
@@ -51,11 +51,11 @@ static int64_t close_up(const float *worth, int64_t *ranks, int64_t count, int64
 
 /* Returns whether pages became free, or -1 if there is no memory.
 
-   given: every slot's importance [R, attended]; null if the policy's expressions say it. mass, states, rank, position, layer, head,
-   prompt, step, free_slots, window: as in release.c. The token has the last slot in use of each row. of_slots: what else slots hold,
-   the positions among it. of_pool: keys and values, [pages, page, D]. table: [R, W]. budgets: of each row, [R]; null if each has the
-   capacity. floor: tokens that each head keeps where those of a layer compete; -1 where they don't. due: whether tokens go once
-   `every` more are held than the capacity. */
+   given: importance of every slot, [R, attended]; null if the policy's expressions compute it. mass, states, rank, position, layer,
+   head, prompt, step, free_slots, window: as in release.c. The token is in the last used slot of each row. of_slots: other arrays over
+   slots, positions included. of_pool: keys and values, [pages, page, D]. table: [R, W]. budgets: budget of each row, [R]; null if it is
+   the capacity. floor: minimum number of tokens of each head if the heads of a layer compete; otherwise -1. due: whether tokens are
+   evicted once `every` tokens more than the capacity are held. */
 int64_t compete(const float *given, const float *mass, float *const *states, int64_t *rank, const int64_t *position,
                 const int64_t *layer, const int64_t *head, const int64_t *prompt, const int64_t *step, int64_t *free_slots,
                 const Held *of_slots, const Held *of_pool, int64_t *table, const int64_t *budgets, int64_t num_of_slots,

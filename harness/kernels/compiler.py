@@ -1,7 +1,7 @@
-"""Builds functions in C with the machine's C compiler, once per machine. Without a compiler the plain code is used.
+"""Build functions in C with the machine's C compiler, once per machine. Without a compiler, PyTorch code is used.
 
-Built libraries are kept in the user's cache folder. A library's name contains the hash of everything it was built from and the
-hash of the file itself. A file that does not match its name, or that others could have written, is never loaded.
+Built libraries are kept in the user's cache folder. The name of a library contains the hash of all build inputs and the hash of
+the file itself. A file that does not match its name, or that other users could have written, is never loaded.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _FLAGS = [  # sums may be reordered, but infinities and NaN keep their meaning
 
 
 class Built(NamedTuple):
-    """A ctypes function, or why there is none."""
+    """A ctypes function, or the reason that it can't be built. Both are empty if it does not support the layers."""
 
     function: Any = None
     why_not: str = ""
 
 
 class BuildError(RuntimeError):
-    """The compiler failed; the message says why, in one line."""
+    """The compiler failed; the message gives the reason in one line."""
 
 
 def compiler() -> str | None:
-    """The path of the C compiler; None if there is none."""
+    """Return the path of the C compiler; None if there is none."""
     return shutil.which(os.environ.get("CC", "cc"))
 
 
@@ -59,7 +59,7 @@ def built(template: str, name: str, replaced: tuple[tuple[str, str], ...]) -> Bu
 
     Args:
         template: name of the file.
-        replaced: pairs of a text in the file and its replacement.
+        replaced: pairs of a text in the file and a replacement.
     """
     source = (_HERE / template).read_text(encoding="utf-8")
     headers = [(f'#include "{path.name}"', path.read_text(encoding="utf-8")) for path in _HERE.glob("*.h")]
@@ -75,10 +75,10 @@ def built(template: str, name: str, replaced: tuple[tuple[str, str], ...]) -> Bu
 
 
 def built_of(policy: Policy, template: str, name: str) -> Built:
-    """Build a function from a C file, with a bound policy's expressions put in.
+    """Build a function from a C file and the expressions of a bound policy.
 
     Raises:
-        NotTraceableError: the policy has no such expressions.
+        NotTraceableError: the policy can't be traced to expressions.
     """
     formulas = traced(policy)
     parts = {
@@ -92,13 +92,13 @@ def built_of(policy: Policy, template: str, name: str) -> Built:
 
 
 def built_without_policy(template: str, name: str) -> Built:
-    """Build a function from a C file that takes a policy's importance and never calls its expressions."""
+    """Build a function from a C file that receives a policy's importance, and uses no expressions of the policy."""
     nothing = dict.fromkeys(("NUMBERS", "MOST_READ", "WIDTHS", "IMPORTANCE", "UPDATES"), "0")
     return built(template, name, tuple((f"{part}_OF_POLICY", text) for part, text in nothing.items()))
 
 
 def why_untraced(policy: Policy) -> str:
-    """Why a bound policy can't be put into a compiled walk; empty if it can."""
+    """Return the reason that a bound policy can't be traced; empty if it can."""
     try:
         traced(policy)
     except NotTraceableError as error:
@@ -107,13 +107,13 @@ def why_untraced(policy: Policy) -> str:
 
 
 def why_not(policy: Policy) -> str:
-    """Why a bound policy has no compiled walk on this machine; empty if it has one."""
+    """Return the reason that a bound policy has no compiled walk on this machine; empty if it has one."""
     return why_untraced(policy) or built_of(policy, "walk.c", "walk").why_not
 
 
 @lru_cache
 def _built(source: str, name: str, command: str, folder: Path) -> Built:
-    """The function from an earlier build; if there is none or it can't be loaded, from a new build."""
+    """Load the function from an earlier build; build it if there is none that can be loaded."""
     key = "\0".join([source, *_FLAGS, command, _target(command), *platform.libc_ver()])
     stem = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     for library in _intact(folder, stem):
@@ -129,7 +129,7 @@ def _built(source: str, name: str, command: str, folder: Path) -> Built:
 
 @lru_cache
 def _target(command: str) -> str:
-    """The compiler's predefined macros, which include its version and the instruction sets that it uses on this CPU."""
+    """Return the compiler's predefined macros, which include its version and its instruction sets on this CPU."""
     arguments = [command, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     try:
         return subprocess.run(arguments, text=True, capture_output=True, timeout=_TIMEOUT_S).stdout
@@ -138,7 +138,7 @@ def _target(command: str) -> str:
 
 
 def _intact(folder: Path, stem: str) -> Iterator[Path]:
-    """Libraries whose content matches their name and that others can't change. Damaged ones are removed."""
+    """Yield the libraries whose content matches their name and that other users can't change. Remove damaged libraries."""
     for library in sorted(folder.glob(f"{stem}_*.so")):
         try:
             if why_unsafe(library):
@@ -152,7 +152,7 @@ def _intact(folder: Path, stem: str) -> Iterator[Path]:
 
 
 def _named(library: Path, folder: Path, stem: str) -> Path:
-    """The path where a library with this content belongs."""
+    """Return the path of a library, which contains the hash of its content."""
     with library.open("rb") as file:
         return folder / f"{stem}_{hashlib.file_digest(file, 'sha256').hexdigest()[:32]}.so"
 
@@ -162,13 +162,13 @@ def _loaded(library: Path, name: str) -> Any:
 
     Raises:
         OSError: the library can't be loaded.
-        AttributeError: it has no such function.
+        AttributeError: the library has no such function.
     """
     return getattr(ctypes.CDLL(str(library)), name)
 
 
 def _build(source: str, command: str, folder: Path, stem: str) -> Path:
-    """Compile a library. Several processes may build the same one at once.
+    """Compile a library. Several processes may build the same library at once.
 
     Raises:
         BuildError: the compiler reports an error.

@@ -1,4 +1,4 @@
-"""The CPU kernels of a step (`step.c`, `coded_step.c`, `release.c`) with the interface that the walk calls; and of a block.
+"""CPU kernels of a step (`step.c`, `coded_step.c`, `release.c`) and of a block, with the interfaces that the walk calls.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, S slots attended, D key dim,
 E value dim.
@@ -26,12 +26,12 @@ from kvbench.policies.view import mixed_seed
 
 __all__ = ["KERNELS", "CpuReleaseKernel", "CpuStepKernel", "CpuWalkKernel", "lost", "why_unserved", "why_untraced"]
 
-_MODES = {"cache": 0, "stream": 1, "clamped": 2, "rotated": 3}  # the last: `stream`, and keys are kept rotated
-_MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; below this one thread is faster than several
+_MODES = {"cache": 0, "stream": 1, "clamped": 2, "rotated": 3}  # `rotated`: `stream` with keys that are stored rotated
+_MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; with fewer, one thread is faster than several
 
 
 class CpuStepKernel:
-    """The decode step of the layers of one `Slots`."""
+    """Decode step in the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None, kernel: Any) -> None:
         self._kernel, self._limit, self._longest, self.gives_logits = kernel, limit, longest, slots.codec is None
@@ -47,12 +47,12 @@ class CpuStepKernel:
 
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """The kernel for some layers; None if there is none.
+        """Return the kernel for the layers of some slots; None if there is none.
 
         Args:
-            mode: where RoPE puts a cached token.
+            mode: position mode.
             limit: largest distance in mode `clamped`, in tokens.
-            longest: bound of the angles; the number of slots when None.
+            longest: upper bound of the angles; the number of slots when None.
         """
         kernel = cls.built(slots).function
         if kernel is None:
@@ -64,7 +64,7 @@ class CpuStepKernel:
 
     @staticmethod
     def built(slots: Slots) -> Built:
-        """The C function. Layers that it does not support (no plain softmax, 16 bits uncoded) get neither it nor a reason."""
+        """Build the C function. Unsupported layers (no plain softmax, uncoded 16 bits) get neither function nor reason."""
         shape, codec = slots.shape, slots.codec
         if not shape.plain_softmax or may_outlive_window(slots):
             return Built()
@@ -81,7 +81,7 @@ class CpuStepKernel:
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float,
         mass: Tensor | None, logits: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Read a token of each stream in one layer. Arguments and result: those of `kernel_interface.StepKernel`.
+        """Read a token of each stream in one layer. Arguments and result are those of `kernel_interface.StepKernel`.
 
         Raises:
             MemoryError: there is no scratch memory.
@@ -122,21 +122,21 @@ def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
 
 
 class CpuReleaseKernel:
-    """The bookkeeping after a token, for the rows of one layer or of all.
+    """Bookkeeping after a token, for the rows of one layer or of all layers.
 
     Attributes:
-        updates: the policy's own code is in the kernel, which also updates the statistics; otherwise PyTorch computes importance.
+        updates: the kernel contains the policy's code and also updates statistics. Otherwise PyTorch computes importance.
     """
 
     of_layer = True
 
     def __init__(self, kernel: Any, reads: frozenset[str] | None) -> None:
-        """reads: variables in the policy's code; None if it is not in the kernel."""
+        """Wrap a function. reads: variables in the policy's code; None if the kernel does not contain this code."""
         self._kernel, self._reads, self.updates = kernel, reads or frozenset(), reads is not None
 
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
-        """The kernel for some layers; None if there is none."""
+        """Return the kernel for the layers of some slots; None if there is none."""
         kernel = cls.built(slots).function
         if kernel is None:
             return None
@@ -150,7 +150,7 @@ class CpuReleaseKernel:
 
     @classmethod
     def built(cls, slots: Slots) -> Built:
-        """The C function. Slots that keep sums over what a head holds, or that no kernel serves, get neither it nor a reason."""
+        """Build the C function. Slots with statistics per head, or without a kernel, get neither function nor reason."""
         if slots.capacity is None or any(s.per == "head" for s in slots.tensors.states) or why_unserved(slots):
             return Built()
         if cls._is_traceable(slots):
@@ -158,7 +158,7 @@ class CpuReleaseKernel:
         return built_without_policy("release.c", "release")
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
-        """Update the statistics and choose the next token's slot. Arguments: those of `kernel_interface.ReleaseKernel`.
+        """Update the statistics and choose the next token's slot. Arguments are those of `kernel_interface.ReleaseKernel`.
 
         Raises:
             MemoryError: there is no scratch memory.
@@ -194,9 +194,9 @@ class CpuReleaseKernel:
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:
-    """Why a kernel that supports these layers and their policy could not be built; empty if all were."""
+    """Return the reason that a kernel for these layers and their policy could not be built; empty if all were built."""
     kernels = (CpuStepKernel.built(slots), CpuReleaseKernel.built(slots), CpuWalkKernel.built(slots, mode, limit))
     return next((kernel.why_not for kernel in kernels if kernel.why_not), "")
 
 
-KERNELS = CpuStepKernel, CpuReleaseKernel, CpuWalkKernel  # as `choose` reads them
+KERNELS = CpuStepKernel, CpuReleaseKernel, CpuWalkKernel  # read by `choose`

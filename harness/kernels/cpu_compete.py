@@ -1,4 +1,4 @@
-"""The bookkeeping of heads that hold different numbers of tokens, `compete.c`, with the interface that the walk calls.
+"""Bookkeeping for heads that hold different numbers of tokens (`compete.c`), with the interface that the walk calls.
 
 Axis letters: R rows of all layers, G query heads of a KV head, S slots.
 """
@@ -25,10 +25,10 @@ class _Held(ctypes.Structure):
 
 
 class CompeteKernel:
-    """Evicts from the rows of a pool, all layers of one `Slots` at once.
+    """Evicts from the rows of a pool, for all layers of one `Slots` at once.
 
     Attributes:
-        updates: the kernel updates the statistics, too; otherwise that is done before.
+        updates: the kernel also updates the statistics; otherwise they are updated before.
     """
 
     of_layer = False
@@ -38,7 +38,7 @@ class CompeteKernel:
 
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
-        """The kernel for some layers; None if there is none."""
+        """Return the kernel for the layers of some slots; None if there is none."""
         kernel = cls.built(slots).function
         if kernel is None:
             return None
@@ -48,13 +48,13 @@ class CompeteKernel:
 
     @staticmethod
     def _traceable(slots: Slots) -> bool:
-        """Whether the policy's own code can be put into the kernel."""
+        """Return whether the kernel can contain the policy's code."""
         same = list(slots.tensors.states) == list(dict.fromkeys(slots.policy.statistics))
         return same and not may_outlive_window(slots) and not why_untraced(slots.policy)
 
     @classmethod
     def built(cls, slots: Slots) -> Built:
-        """The C function. Slots without a pool that evicts, or with sums over what a head holds, get neither it nor a reason."""
+        """Build the C function. Slots without an evicting pool, or with statistics per head, get neither function nor reason."""
         summed = any(s.per == "head" for s in slots.tensors.states)
         if slots.tensors.pool is None or slots.capacity is None or slots.state_dtype != torch.float32 or summed:
             return Built()
@@ -63,7 +63,7 @@ class CompeteKernel:
         return built_without_policy("compete.c", "compete")
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
-        """Choose who goes and the next token's slot. The arguments are those of the release kernel.
+        """Evict tokens, and choose the next token's slot. Arguments are those of `kernel_interface.ReleaseKernel`.
 
         Raises:
             MemoryError: there is no scratch memory.

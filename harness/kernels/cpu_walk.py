@@ -1,4 +1,4 @@
-"""The CPU's walk of a block, `walk.c`, with the interface that the walk calls.
+"""CPU kernel that walks a block (`walk.c`), with the interface that the walk calls.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, n tokens held, S slots, L candidates: the
 tokens held and those of the block, D key dim, E value dim, P = D / 2 pairs, K numbers of the statistics.
@@ -24,16 +24,16 @@ _MAX_TABLE_ANGLES = 2**18
 
 
 class _Candidates(NamedTuple):
-    """The tokens held, oldest first, and then those of the block."""
+    """Tokens held, oldest first, followed by the tokens of the block."""
 
     keys: Tensor  # [N, L, D]
     values: Tensor  # [N, L, E]
     position: Tensor  # [N, L] int64
-    numbers: list[Tensor]  # of those held; one a number of the statistics. [N, n]
+    numbers: list[Tensor]  # statistics of the tokens held, by number. [N, n] each
 
     @classmethod
     def gather(cls, rows: Rows, keys: Tensor, values: Tensor, count: int, tokens_before: int, ordered: bool) -> Self:
-        """The `count` tokens that some rows hold, and a block. ordered: the slots hold their tokens oldest first."""
+        """Gather the `count` tokens that some rows hold, and a block. ordered: the slots hold their tokens oldest first."""
         order = None if ordered else rows.rank.argsort(-1)[:, :count]
         steps = torch.arange(tokens_before, tokens_before + keys.shape[2]).expand(len(rows.rank), -1)
         held = (_oldest(x, order, count) for x in (rows.keys, rows.values, rows.position))
@@ -42,13 +42,13 @@ class _Candidates(NamedTuple):
         return cls(keys, values, position, [_oldest(x, order, count) for x in numbers_of(rows)])
 
     def survive(self, rows: Rows, position: Tensor) -> None:
-        """Let the rows hold the tokens at these positions. [N, n] int64."""
+        """Store the tokens at these positions in the rows. position: [N, n] int64."""
         index = torch.searchsorted(self.position, position)[..., None]
         rows.put(self.keys.take_along_dim(index, 1), self.values.take_along_dim(index, 1), position)
 
 
 class _Stores(NamedTuple):
-    """Tensors that the kernel changes: cached tokens, oldest first. Slots are the last axis of each."""
+    """Tensors that the kernel changes: cached tokens, oldest first. Slots are the last axis of each tensor."""
 
     keys: Tensor  # [N, 2, P, S]
     values: Tensor  # [N, E, S]
@@ -57,7 +57,7 @@ class _Stores(NamedTuple):
 
     @classmethod
     def fill(cls, keys: Tensor, candidates: _Candidates, count: int, slots: int) -> Self:
-        """Room for `slots` tokens, with the `count` that are held. keys: of the candidates, in pairs. [N, L, P, 2]."""
+        """Allocate room for `slots` tokens, and fill in the `count` tokens held. keys: the candidates', paired. [N, L, P, 2]."""
         size, pairs, dims = len(keys), keys.shape[2], candidates.values.shape[2]
         key_store, value_store = torch.empty(size, 2, pairs, slots), torch.empty(size, dims, slots)
         key_store[..., :count] = keys[:, :count].permute(0, 3, 2, 1)
@@ -71,10 +71,10 @@ class _Stores(NamedTuple):
 
 
 class CpuWalkKernel:
-    """The compiled walk of one policy over the layers of one `Slots`."""
+    """Compiled walk of one policy over the layers of one `Slots`."""
 
     leaves_ordered = True  # afterwards, the slots hold their tokens oldest first
-    rotates = False  # queries are rotated and scaled before, and paired dims lie side by side
+    rotates = False  # queries are rotated and scaled before the call, with paired dims adjacent
     in_graphs = False
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
@@ -84,13 +84,13 @@ class CpuWalkKernel:
         if self._rotation is not None and not slots.keys_rotated:
             self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
             table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
-        self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
+        self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # by angle. [P, angles] each
 
     @classmethod
     def from_slots(
         cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False
     ) -> Self | None:  # fmt: skip
-        """The kernel for some layers; None if there is none. Its loop over tokens needs no graphs."""
+        """Return the kernel for the layers of some slots; None if there is none. Its loop over tokens needs no graphs."""
         kernel = cls.built(slots, mode, limit).function
         if kernel is None:
             return None
@@ -100,7 +100,7 @@ class CpuWalkKernel:
 
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
-        """The C function. Layers that it does not support and policies that can't be traced get neither it nor a reason."""
+        """Build the C function. Unsupported layers, and policies that can't be traced, get neither function nor reason."""
         fits = slots.codec is None and slots.capacity is not None and slots.shape.plain_softmax and slots.shape.key_dim % 2 == 0
         fits = fits and slots.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
@@ -111,7 +111,7 @@ class CpuWalkKernel:
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
         ordered: bool, tokens_before: int, written: FirstValues | None = None,
     ) -> Tensor:  # fmt: skip
-        """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`.
+        """Walk a block of streams of equal length. Arguments and result are those of `kernel_interface.WalkKernel`.
 
         Raises:
             MemoryError: there is no scratch memory.
@@ -145,5 +145,5 @@ class CpuWalkKernel:
 
 
 def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:
-    """The `count` oldest tokens' values, oldest first. order: of their slots; None if they are ordered. [N, S, ...]."""
+    """Return the entries of the `count` oldest tokens, oldest first. x: [N, S, ...]; order: their slots; None if ordered."""
     return x[:, :count] if order is None else x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - 2)), 1)

@@ -1,6 +1,6 @@
-"""The CUDA kernels, `triton_kernels.py`, with the interface that the walk calls and a policy's own expressions.
+"""CUDA kernels (`triton_kernels.py`) with the interfaces that the walk calls, and with a policy's expressions.
 
-They need Triton, which comes with CUDA builds of PyTorch. Without it the plain code is used.
+The kernels need Triton, which comes with CUDA builds of PyTorch. Without Triton, PyTorch code is used.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, T tokens, S slots, D key dim,
 E value dim.
@@ -33,9 +33,9 @@ from kvbench.policies import Policy, PositionMode
 from kvbench.policies.view import mixed_seed
 
 _NO_TRITON = "Triton is not installed"
-_THREADS = 128  # of a program of `release`
+_THREADS = 128  # per program of `release`
 _GRAPH_DEVICES = {"cuda"}
-CHUNK_TOKENS = 16  # of a walk's CUDA graph
+CHUNK_TOKENS = 16  # per CUDA graph of a walk
 
 _POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistics' `update`."""
 
@@ -58,7 +58,7 @@ def updated(state, mass, most, rank, position, step, layer, head, count, prompt,
 
 @lru_cache
 def _policy_module(formulas: Formulas) -> Any:
-    """A module with a policy's expressions as Triton functions. It is a file, because Triton reads their source."""
+    """Import a module with a policy's expressions as Triton functions. It is a file, because Triton reads source code."""
     updates = "".join(f"tl.broadcast_to(tl.cast({x}, tl.float32), rank.shape), " for x in formulas.updates)
     source = _POLICY.replace("IMPORTANCE", formulas.importance).replace("UPDATES", updates)
     name = f"policy_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
@@ -74,12 +74,12 @@ def _policy_module(formulas: Formulas) -> Any:
 
 
 def why_not(policy: Policy) -> str:
-    """Why a bound policy has no compiled walk here; empty if it has one."""
+    """Return the reason that a bound policy has no compiled walk on CUDA; empty if it has one."""
     return why_untraced(policy) or ("" if cuda_attention.kernels() else _NO_TRITON)
 
 
 def why_untraced(policy: Policy) -> str:
-    """Why a bound policy can't be put into a compiled walk; empty if it can."""
+    """Return the reason that a bound policy can't be traced; empty if it can."""
     try:
         traced(policy, TRITON)
     except NotTraceableError as error:
@@ -88,13 +88,13 @@ def why_untraced(policy: Policy) -> str:
 
 
 def why_unserved(slots: Slots) -> str:
-    """Why no kernel takes the bookkeeping of these slots, whatever their policy; empty if one may."""
+    """Return the reason that no kernel does the bookkeeping of these slots under any policy; empty if a kernel may."""
     several = f"no kernel for CUDA evicts {slots.every} tokens at once" if slots.every > 1 else ""
     return several or states.why_unserved(slots)
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
-    """Why kernels that support these layers can't be used; empty if they can."""
+    """Return the reason that kernels for these layers can't be used; empty if they can."""
     return "" if cuda_attention.kernels() or not slots.shape.plain_softmax or slots.state_dtype != torch.float32 else _NO_TRITON
 
 
@@ -104,7 +104,7 @@ def _serves(slots: Slots) -> bool:
 
 
 class CudaStepKernel:
-    """The decode step of the layers of one `Slots`."""
+    """Decode step in the layers of one `Slots`."""
 
     gives_logits = False
 
@@ -114,14 +114,14 @@ class CudaStepKernel:
 
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """The kernel for layers with a plain softmax and up to 32 bits, or of a codec that has one; None for others."""
+        """Return the kernel if layers have a plain softmax, up to 32 bits and a supported codec or none; otherwise None."""
         return cls(slots, mode, limit, longest) if _serves(slots) and (slots.codec is None or cuda_coded.serves(slots)) else None
 
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float,
         mass: Tensor | None, logits: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Read a token of each stream in one layer. Arguments and result: those of `kernel_interface.StepKernel`."""
+        """Read a token of each stream in one layer. Arguments and result are those of `kernel_interface.StepKernel`."""
         shape, size = slots.shape, len(rows.rank)
         out = query.new_empty(*query.shape[:3], shape.value_dim)
         q, k, v = (x.contiguous() for x in (query, key, value))
@@ -131,9 +131,9 @@ class CudaStepKernel:
 
 
 class CudaReleaseKernel:
-    """The bookkeeping after a token, for all layers of one `Slots` at once, or for one."""
+    """Bookkeeping after a token, for all layers of one `Slots` at once, or for one layer."""
 
-    updates = True  # the statistics, too
+    updates = True  # the kernel also updates the statistics
     of_layer = True
 
     def __init__(self, formulas: Formulas) -> None:
@@ -141,27 +141,27 @@ class CudaReleaseKernel:
 
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
-        """The kernel for a policy that can be traced and evicts a token at a time; None for others."""
+        """Return the kernel for a policy that can be traced and evicts one token at a time; None for other policies."""
         fits = slots.capacity is not None and slots.state_dtype == torch.float32
         fits = fits and not why_unserved(slots) and not why_not(slots.policy)
         return cls(traced(slots.policy, TRITON)) if fits else None
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
-        """Update the statistics and choose the next token's slot. Arguments: those of `kernel_interface.ReleaseKernel`."""
+        """Update the statistics and choose the next token's slot. Arguments are those of `kernel_interface.ReleaseKernel`."""
         self.launcher(slots, rows, mass, slots.layer_index)(full)
 
     def launcher(
         self, slots: Slots, rows: Rows, mass: Tensor | None, layers: Tensor, clock: Tensor | None = None
     ) -> Callable[[bool], None]:
-        """The kernel, ready to be launched; it is told whether every row evicts.
+        """Return a function that launches the kernel. Its argument tells whether every row evicts.
 
         Args:
             mass: softmax weights, if a statistic sees them. [R, G, S].
-            layers: their indices in the model. [L] int64.
-            clock: to be moved on, as `AttentionKernels` reads it; None if there is none. [2] int64.
+            layers: indices of the layers in the model. [L] int64.
+            clock: clock of `AttentionKernels.launcher`, which the kernel advances; None without a clock. [2] int64.
         """
         heads, attended, reads, unused = slots.shape.heads, rows.rank.shape[1], self._reads, rows.free
-        block = min(BOOKKEEPING_BLOCK, max(_THREADS, next_power(attended)))  # at least a slot a thread
+        block = min(BOOKKEEPING_BLOCK, max(_THREADS, next_power(attended)))  # at least one slot per thread
         kernel = cuda_attention.kernels().release[(len(rows.rank),)]
         arrays = (
             unused if mass is None else mass,
@@ -187,16 +187,16 @@ class CudaReleaseKernel:
 
 
 class _Buffers:
-    """A block's queries, keys and values where the kernels read them, in every layer: the same tensors, whatever the block.
+    """Buffers from which the kernels read a block in every layer. All blocks use the same tensors.
 
     Attributes:
-        query, key, value, first, out: as `AttentionKernels.launcher` takes them, for blocks of up to T tokens.
+        query, key, value, first, out: arguments of `AttentionKernels.launcher`, for blocks of up to T tokens.
         mass: softmax weights of a token; None if no statistic sees them. [N * G * S] float32.
-        clock: a token's step, and that of its block's first token. [2] int64.
+        clock: steps of a token and of the block's first token. [2] int64.
     """
 
     def __init__(self, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, slots: int | None) -> None:
-        """Allocate for blocks like this one. slots: S; None without `mass`."""
+        """Allocate buffers for blocks of this shape. slots: S; None without `mass`."""
         (streams, heads, group, tokens, _), rows = query.shape, len(first)
         self.query, self.key, self.value = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, values)
@@ -207,11 +207,11 @@ class _Buffers:
         self.clock = torch.zeros(2, dtype=torch.int64, device=query.device)
 
     def fit(self, query: Tensor) -> bool:
-        """Whether a block of these queries has room."""
+        """Return whether the buffers have room for a block with these queries."""
         return query.shape[:3] == self.query.shape[:3] and query.shape[3] <= self.query.shape[3]
 
     def fill(self, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, tokens_before: int) -> None:
-        """Take a block in. tokens_before: tokens before it."""
+        """Copy a block to the buffers. tokens_before: tokens before the block."""
         for buffer, x in ((self.query, query), (self.key, keys), (self.value, values)):
             buffer[..., : x.shape[-2], :] = x
         self.first[:, : first.shape[1]] = first
@@ -219,11 +219,11 @@ class _Buffers:
 
 
 class _LayerWalk:
-    """The kernels of a token in one layer, and chunks of tokens as CUDA graphs, by whether tokens are evicted.
+    """Kernels of a token in one layer, and CUDA graphs of chunks of tokens: one with evictions, and one without.
 
     Attributes:
-        buffers: that they read.
-        scaling: of the scores.
+        buffers: buffers that the kernels read.
+        scaling: scaling of the scores.
     """
 
     def __init__(
@@ -233,10 +233,10 @@ class _LayerWalk:
         self._chunks: dict[bool, Callable[[], None] | None] = {}
 
     def __call__(self, evicts: Sequence[bool]) -> None:
-        """Walk the next tokens of the block. evicts: whether one is evicted after each."""
+        """Walk the next tokens of the block. evicts: whether a token is evicted after each token."""
         uniform = self._in_graphs and len(evicts) == CHUNK_TOKENS and len(set(evicts)) == 1
         if not uniform or evicts[0] not in self._chunks:
-            self._launch(evicts)  # which compiles the kernels
+            self._launch(evicts)  # the first launch compiles the kernels
             if uniform:
                 self._chunks[evicts[0]] = None
             return
@@ -255,14 +255,14 @@ class _LayerWalk:
 
 
 class CudaWalkKernel:
-    """The walk of one policy over the layers of one `Slots`: a step's kernels for every token of a block, inside one layer.
+    """Walk of one policy over the layers of one `Slots`: the kernels of a step, for every token of a block inside one layer.
 
-    Which token of the block it is stands on the device; all else is the same for every token. So the launches of a chunk of
-    tokens can be captured once a layer as a CUDA graph: one by one they take the host longer than the device.
+    The index of the current token is kept on the device, and all other arguments are the same for every token. The launches of a
+    chunk of tokens can therefore be captured as one CUDA graph per layer. Single launches take the host longer than the device.
     """
 
     leaves_ordered = False  # tokens stay in their slots
-    rotates = True  # takes queries and keys as the model made them
+    rotates = True  # takes queries and keys as the model computes them
 
     def __init__(self, attention: AttentionKernels, release: CudaReleaseKernel, in_graphs: bool) -> None:
         self._attention, self._release, self.in_graphs = attention, release, in_graphs
@@ -273,7 +273,7 @@ class CudaWalkKernel:
     def from_slots(
         cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False
     ) -> Self | None:
-        """The kernel for layers with a plain softmax and up to 32 bits, and a traceable policy; None for others."""
+        """Return the kernel if layers have a plain softmax, up to 32 bits and a traceable policy; otherwise None."""
         release = CudaReleaseKernel.from_slots(slots)
         if release is None or slots.codec is not None or not _serves(slots):
             return None
@@ -292,7 +292,7 @@ class CudaWalkKernel:
         tokens_before: int,
         written: FirstValues | None = None,
     ) -> Tensor:
-        """Walk a block of streams of equal length. Arguments and result: those of `kernel_interface.WalkKernel`."""
+        """Walk a block of streams of equal length. Arguments and result are those of `kernel_interface.WalkKernel`."""
         tokens = keys.shape[2]
         first = first_values(rows, written, tokens)
         if self._buffers is None or not self._buffers.fit(query):
@@ -307,7 +307,7 @@ class CudaWalkKernel:
         return buffers.out[:, :, :, :tokens].clone()
 
     def _layer_walk(self, slots: Slots, rows: Rows, layer: int, scaling: float, buffers: _Buffers) -> _LayerWalk:
-        """The kernels of one layer, reading from buffers."""
+        """Return the kernels of one layer, which read from buffers."""
         (size, attended), group, index = rows.rank.shape, slots.shape.group, slots.layers.index(layer)
         mass = None if buffers.mass is None else buffers.mass[: size * group * attended].view(size, group, attended)
         query, key, value, out = (x.flatten(0, 1) for x in (buffers.query, buffers.key, buffers.value, buffers.out))
@@ -317,4 +317,4 @@ class CudaWalkKernel:
         return _LayerWalk(buffers, scaling, attend, release, self.in_graphs)
 
 
-KERNELS = CudaStepKernel, CudaReleaseKernel, CudaWalkKernel  # as `choose` reads them
+KERNELS = CudaStepKernel, CudaReleaseKernel, CudaWalkKernel  # read by `choose`

@@ -1,4 +1,4 @@
-"""A token's attention on CUDA: launches the kernels `attend` and `join` of `triton_kernels.py` for the layers of one `Slots`.
+"""Attention of a token on CUDA: launches the kernels `attend` and `join` of `triton_kernels.py` for one `Slots`.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, S slots, D key dim, E value dim.
 """
@@ -20,20 +20,20 @@ from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.kernels.states import numbers_of, widths_of
 from kvbench.policies import PositionMode
 
-WARPS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 8}  # of a program of `attend`: fewer would spill registers
+WARPS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 8}  # per program of `attend`; fewer warps would spill registers
 BOOKKEEPING_BLOCK = 1024  # slots
-_MAX_TILE_BYTES = 2**14  # of the keys or values that a program reads at once; more would spill registers
-_PROGRAMS_TO_FILL_CHIP = 264  # two for each multiprocessor of an H100: as many as their registers let run at once
-_PROGRAM_QUERIES = 16  # of a program: the smallest tensor-core product
+_MAX_TILE_BYTES = 2**14  # of keys or values that a program reads at once; more bytes would spill registers
+_PROGRAMS_TO_FILL_CHIP = 264  # two per multiprocessor of an H100, as many as fit into its registers
+_PROGRAM_QUERIES = 16  # per program: the side of the smallest tensor-core product
 _SMALLEST_SIDE = 16  # of a tensor-core product
-_JOINED_PARTS = 16  # at once
-_TABLE_ROWS = 2**15  # angles; further ones need a second table
-_MODES = {"cache": 1, "stream": 2, "clamped": 3, "rotated": 4}  # the last: `stream`, and keys are kept rotated
+_JOINED_PARTS = 16  # parts that `join` reads at once
+_TABLE_ROWS = 2**15  # angles; larger angles need a second table
+_MODES = {"cache": 1, "stream": 2, "clamped": 3, "rotated": 4}  # `rotated`: mode `stream`, with keys that are stored rotated
 
 
 @lru_cache
 def kernels() -> Any:
-    """The module with the kernels; None without Triton."""
+    """Return the module with the kernels; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     from kvbench.harness.kernels import triton_kernels
@@ -45,13 +45,13 @@ class _Rope(NamedTuple):
     """RoPE for the kernels: the mode, the order of dims and the tables."""
 
     mode: int
-    level: int  # rows of a table if two are needed; 0 if one is enough
+    level: int  # rows of each table if two levels are needed; 0 for one level
     order: Tensor
-    tables: tuple[Tensor, ...]  # cosine and sine of every angle, and of every `level`-th. [rows, D / 2] float32 each
+    tables: tuple[Tensor, ...]  # cosine and sine of all angles, and of every `level`-th angle. [rows, D / 2] float32 each
 
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, longest: int | None) -> Self:
-        """RoPE of some layers."""
+        """Create the tables for the layers of some slots."""
         rotation, device = slots.shape.rotation, slots.device
         if rotation is None:
             return cls(0, 0, torch.arange(slots.shape.key_dim, device=device), (torch.zeros(1, device=device),) * 4)
@@ -62,7 +62,7 @@ class _Rope(NamedTuple):
 
 
 def sizes(shape: LayerShape, dtype: torch.dtype) -> dict[str, int]:
-    """Constants of the kernels; the sides of their products are powers of two. dtype: of the cache."""
+    """Return the kernels' constants. The sides of matrix products are powers of two. dtype: dtype of the cache."""
     pairs, value_side = (max(_SMALLEST_SIDE, next_power(x)) for x in (shape.key_dim // 2, shape.value_dim))
     block = min(64, max(_SMALLEST_SIDE, _MAX_TILE_BYTES // (max(2 * pairs, value_side) * dtype.itemsize)))
     return {
@@ -72,7 +72,7 @@ def sizes(shape: LayerShape, dtype: torch.dtype) -> dict[str, int]:
 
 
 def next_power(x: int) -> int:
-    """The smallest power of two that is at least `x`."""
+    """Return the smallest power of two that is at least `x`."""
     return 1 << (x - 1).bit_length()
 
 
@@ -85,7 +85,7 @@ class AttentionKernels:
         self._rope, self._slots = _Rope.from_slots(slots, mode, longest), slots.num_slots
 
     def parts(self, size: int, attended: int) -> tuple[int, int]:
-        """(parts a row is split into, slots of each). size: rows."""
+        """Return (number of parts of a row, slots per part). size: number of rows."""
         block = self._sizes["BLOCK"]
         wanted = max(1, _PROGRAMS_TO_FILL_CHIP // (size * ceil(self._sizes["G"] / _PROGRAM_QUERIES)))
         part = ceil(ceil(attended / wanted) / block) * block
@@ -99,13 +99,13 @@ class AttentionKernels:
 
         Args:
             query: unrotated, in the model's order of dims. [N, G, T, D].
-            key: the same. [N, T, D].
+            key: unrotated, in the model's order of dims. [N, T, D].
             value: [N, T, E].
-            mass: written: the softmax weights; None if they are not needed. [N, G, S].
-            out: written: the token's output. [N, G, T, E].
-            clock: the token's step and that of the first of the T; the token is then entered in its slot here. None: T is 1, and
-                it has been entered. [2] int64.
-            written: with a clock: first values of the statistics' numbers. [N, T, K] float32.
+            mass: receives the softmax weights; None if they are not needed. [N, G, S].
+            out: receives the token's output. [N, G, T, E].
+            clock: steps of the token and of the first of the T tokens. The kernel then enters the token in its slot. None if T
+                is 1 and the token was entered before. [2] int64.
+            written: first values of the statistics' numbers, used with a clock. [N, T, K] float32.
         """
         self._grow(slots)
         (size, attended), rope, group, tokens = rows.rank.shape, self._rope, slots.shape.group, query.shape[2]
@@ -136,17 +136,17 @@ class AttentionKernels:
         return launch
 
     def _grow(self, slots: Slots) -> None:
-        """Take tables of RoPE that reach all slots: there may be more now than one table holds."""
+        """Update the RoPE tables after the slots grew, which may require a second table."""
         if slots.num_slots != self._slots:
             self._rope, self._slots = _Rope.from_slots(slots, self._mode, self._longest), slots.num_slots
 
     def joining(self, size: int, attended: int, *arguments: Any, **options: bool) -> Callable[[], None]:
-        """`join`, ready to be launched. size: rows; arguments: its own, in order; options: ASKED and PLACE."""
+        """Return a launch of `join`. size: number of rows; arguments: those of `join`, in order; options: ASKED and PLACE."""
         group, blocks = self._sizes["G"], ceil(attended / BOOKKEEPING_BLOCK) if options["ASKED"] else 1
         sized = {"G": group, "E": self._sizes["E"], "WIDE": self._sizes["WIDE"], "CHUNK": _JOINED_PARTS}
         return partial(kernels().join[(size * group, blocks)], *arguments, **sized, BLOCK=BOOKKEEPING_BLOCK, **options)
 
 
 def arrays_of(rows: Rows) -> tuple[Tensor, ...]:
-    """The policy's statistics as an array for each number; one that is not read if there are none. [R, S] each."""
+    """Return the policy's statistics, one array per number; without statistics, an array that is never read. [R, S] each."""
     return tuple(numbers_of(rows)) or (rows.free,)

@@ -1,4 +1,4 @@
-"""A token's attention on CUDA over K and V that are stored as packed integers: launches `attend_coded` of `triton_coded.py`.
+"""Attention of a token on CUDA over K and V stored as packed integers: launches `attend_coded` of `triton_coded.py`.
 
 Axis letters: N rows (stream, KV head), G query heads of a KV head, S slots, D key dim, E value dim.
 """
@@ -20,7 +20,7 @@ from kvbench.policies import PositionMode
 
 
 def serves(slots: Slots) -> bool:
-    """Whether the kernel takes what these slots store: `int8`, `int4` or `int2`, in groups that are powers of two."""
+    """Return whether the kernel supports the slots' codec: `int8`, `int4` or `int2`, in groups that are powers of two."""
     codec, dims = slots.codec, (slots.shape.key_dim, slots.shape.value_dim)
     if codec is None or isinstance(codec, Kivi) or slots.dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -28,7 +28,7 @@ def serves(slots: Slots) -> bool:
 
 
 def constants(shape: LayerShape, codec: Codec) -> dict[str, int]:
-    """Constants of the kernel. Blocks are those of float32, which codes become in registers: larger ones would spill them."""
+    """Return the kernel's constants. Codes become float32 in registers, so blocks larger than for float32 would spill."""
     return sizes(shape, torch.float32) | {
         "BITS": codec.bits, "KEY_CHANNELS": min(codec.group, shape.key_dim), "VALUE_CHANNELS": min(codec.group, shape.value_dim),
         "SINKS": codec.sinks, "RECENT": codec.recent,
@@ -47,7 +47,7 @@ class CodedAttentionKernels(AttentionKernels):
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None,
         out: Tensor, clock: Tensor | None = None, written: Tensor | None = None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Return a function that launches both kernels for one token of each row, which has been entered."""
+        """Return a function that launches both kernels for one token of each row, which must be entered before."""
         assert clock is None, "a coded cache is not walked by kernels"
         from kvbench.harness.kernels.triton_coded import attend_coded
 

@@ -1,6 +1,6 @@
-"""Expressions that compute one number for one slot, and how they read in C and in Triton.
+"""Expressions that compute one number for one slot, and their source code in C and in Triton.
 
-dtypes are promoted as PyTorch promotes them: masks to int64, and both to float32.
+Dtypes are promoted as in PyTorch: masks to int64, masks and int64 to float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Kind = Literal["bool", "int", "float"]
 Build = Callable[..., "Expression"]
 
 _KINDS: tuple[Kind, ...] = ("bool", "int", "float")  # in the order of promotion
-_MAX_OPERATIONS = 1000  # of one expression
+_MAX_OPERATIONS = 1000  # per expression
 VARIABLES: dict[str, Kind] = {
     "state": "float",  # the numbers of the statistics, by index
     "mass": "float",  # attention received, summed over query heads
@@ -37,13 +37,13 @@ class NotTraceableError(TypeError):
 
 @dataclass(frozen=True)
 class Dialect:
-    """The syntax of one language, as format strings of operands."""
+    """Syntax of one language, as format strings of operands."""
 
     where: str
     negated: str  # logical not
     single: str  # cast to float32
     integer: str  # cast to int64
-    state: str  # one of the numbers of the statistics
+    state: str  # a number of the statistics
     divided: str  # of float32, rounded as IEEE 754 demands
     root: str
     exponential: str
@@ -84,20 +84,20 @@ class Expression:
     """A variable, a number, or an operation on other expressions.
 
     Attributes:
-        kind: what it is in PyTorch: a mask, an int64 or a float32.
-        reads: the variables in it.
+        kind: dtype in PyTorch: a mask, an int64 or a float32.
+        reads: variables in the expression.
     """
 
     def __init__(self, kind: Kind, form: str, *operands: Expression | float, reads: str = "") -> None:
         """Record an operation.
 
         Args:
-            form: a format string of the operands, or the name of a field of `Dialect`.
+            form: format string of the operands, or name of a field of `Dialect`.
             operands: expressions and numbers.
-            reads: the variable that it reads itself.
+            reads: variable that the operation itself reads; empty if none.
 
         Raises:
-            NotTraceableError: there are too many operations in it.
+            NotTraceableError: the expression has too many operations.
         """
         self.kind, self._form, self._operands = kind, form, operands
         inner = [x for x in operands if isinstance(x, Expression)]
@@ -107,7 +107,7 @@ class Expression:
             raise NotTraceableError(f"an expression of more than {_MAX_OPERATIONS} operations")
 
     def source(self, dialect: Dialect) -> str:
-        """The expression in one language."""
+        """Return the source code of the expression in one language."""
         texts = [x.source(dialect) if isinstance(x, Expression) else _literal(x, dialect) for x in self._operands]
         return getattr(dialect, self._form, self._form).format(*texts)
 
@@ -129,7 +129,7 @@ def _literal(value: float, dialect: Dialect) -> str:
 
 
 def number(value: float) -> Expression:
-    """A number known when the policy is traced."""
+    """Return the expression of a number that is known when the policy is traced."""
     return Expression("bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float", "{0}", value)
 
 
@@ -139,12 +139,12 @@ def variable(name: str) -> Expression:
 
 
 def state(index: int) -> Expression:
-    """Return the expression of one of the statistics' numbers."""
+    """Return the expression of a number of the statistics. index: over the numbers of all statistics."""
     return Expression("float", "state", index, reads="state")
 
 
 def uniform() -> Expression:
-    """`CacheView.uniform`."""
+    """Return the expression of `CacheView.uniform`."""
     return Expression("float", "uniform(position, head, layer, seed)", reads="head")
 
 
@@ -153,7 +153,7 @@ def _promoted(*operands: Expression) -> Kind:
 
 
 def _binary(form: str, kinds: tuple[Kind, ...], result: Kind | None = None) -> Build:
-    """Builds an operation on two operands of one dtype, which must be among `kinds`. result: its dtype; theirs when None."""
+    """Define an operation on two operands of one dtype, which must be in `kinds`. result: dtype; the operands' when None."""
 
     def build(a: Expression, b: Expression) -> Expression:
         kind = _promoted(a, b)

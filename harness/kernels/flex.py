@@ -1,8 +1,8 @@
-"""A block's window by FlexAttention, which reads whole tiles of keys and skips those that no query sees.
+"""Attention to the window of a block by FlexAttention, which reads whole tiles of keys and skips tiles that no query sees.
 
-FlexAttention is compiled once for each shape of its arguments. So the keys are padded to whole tiles, and what differs from block
-to block within a shape (how many keys come before the block, how wide the window is) reaches the mask as tensors. Padded keys
-come after every query, so the mask excludes them like any token of the future.
+FlexAttention is compiled once for each shape of its arguments. Keys are therefore padded to whole tiles. Numbers that differ
+between blocks of one shape (keys before the block, width of the window) are passed to the mask as tensors. Padding comes after
+every query, so the mask excludes padding like any future token.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the block, L keys, D head dim.
 """
@@ -21,12 +21,12 @@ from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.closed_form import TILE
 
 _DEVICES = {"cuda"}
-_MIN_DIM, _MAX_DIM = 16, 256  # of a head: inductor refuses fewer, and has no configuration for more
-_MAX_SHAPES = 1024  # compiled in one process
+_MIN_DIM, _MAX_DIM = 16, 256  # of a head; inductor refuses smaller heads, and has no configuration for larger ones
+_MAX_SHAPES = 1024  # number of compilations in one process
 
 
 def can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:
-    """Whether FlexAttention supports this: on CUDA, whole tiles of queries, equal key and value dims, 16 to 256 of them."""
+    """Return whether FlexAttention supports the arguments: on CUDA, whole tiles of queries, equal K and V dims of 16 to 256."""
     tokens, dim = query.shape[3:]
     is_standard = terms.softcap is None and terms.sink_logits is None and query.dtype != torch.float64
     fits = dim == values.shape[-1] and _MIN_DIM <= dim <= _MAX_DIM and tokens % TILE == 0
@@ -34,22 +34,22 @@ def can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:
 
 
 def whole_tiles(keys: int) -> int:
-    """The smallest multiple of a tile that is at least `keys`."""
+    """Return the smallest multiple of a tile that is at least `keys`."""
     return -(-keys // TILE) * TILE
 
 
 def flex(query: Tensor, keys: Tensor, values: Tensor, padding: int, window: int, terms: Terms) -> tuple[Tensor, Tensor]:
-    """The attention of each query to itself and to the `window` tokens before it.
+    """Compute the attention of each query to its own token and to the `window` tokens before.
 
     Args:
         query: rotated. [B, H, G, T, D].
-        keys: rotated; those of the block's tokens are the last but `padding`. [B, H, L, D].
-        values: finite, also those of the padding. [B, H, L, D].
-        padding: keys at the end that stand for no token.
-        window: tokens before a query that it sees.
+        keys: rotated keys: before the block, of the block, and `padding` keys. [B, H, L, D].
+        values: finite values, also for the padding. [B, H, L, D].
+        padding: number of keys at the end that belong to no token.
+        window: number of tokens before a query that the query sees.
 
     Returns:
-        [B, H, G, T, D], and its log-sum-exp [B, H, G, T] float32.
+        Output [B, H, G, T, D], and log-sum-exp of the scores [B, H, G, T] float32.
 
     Raises:
         torch._dynamo.exc.FailOnRecompileLimitHit: FlexAttention was compiled for too many shapes, after which PyTorch would
@@ -75,25 +75,25 @@ def flex(query: Tensor, keys: Tensor, values: Tensor, padding: int, window: int,
 
 @lru_cache
 def _compiled(kind: str) -> Callable[..., Any]:
-    """FlexAttention that also returns the log-sum-exp, compiled for a kind of device."""
+    """Return FlexAttention with the log-sum-exp as second result, compiled for a kind of device."""
     from torch.nn.attention import flex_attention as module
 
     request = getattr(module, "AuxRequest", None)  # PyTorch 2.9 and later
     options: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
-    # With `fullgraph` PyTorch raises where it would otherwise go on uncompiled.
+    # With `fullgraph`, PyTorch raises an error instead of running uncompiled.
     attention = module.flex_attention if kind == "cpu" else torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
     return partial(attention, **options)
 
 
 @lru_cache(maxsize=16)
 def _block_mask(tokens: int, length: int, before: int, window: int, device: torch.device) -> Any:
-    """The band as a FlexAttention block mask: which tiles of keys a tile of queries needs, from the ages at their corners.
+    """Return the band as a block mask of FlexAttention. The ages at a tile's corners decide whether the tile is needed.
 
     Args:
         tokens: T, whole tiles.
-        length: of the padded keys, whole tiles.
-        before: keys before the block.
-        window: tokens before a query that it sees.
+        length: number of padded keys, whole tiles.
+        before: number of keys before the block.
+        window: number of tokens before a query that the query sees.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -112,6 +112,6 @@ def _block_mask(tokens: int, length: int, before: int, window: int, device: torc
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Tiles that are needed, as their number [1, 1, rows] and their indices, first in each row [1, 1, rows, columns]. int32."""
+    """Return the number of needed tiles [1, 1, rows], and their indices, first in each row [1, 1, rows, columns]. int32."""
     order = tiles.int().argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]

@@ -1,4 +1,4 @@
-"""Blocks in closed form on CUDA, by FlexAttention and by the kernels of `rope.py`.
+"""Closed form of blocks on CUDA, by FlexAttention and by the kernels of `rope.py`.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens of the block, L keys, E sinks, D head dim,
 P = D / 2 pairs.
@@ -28,7 +28,7 @@ class Rope(NamedTuple):
 
     Attributes:
         factors: None without RoPE. [T, P] complex64.
-        halves: how dims are paired, as in `rope.rotate_into`.
+        halves: pairing of dims, as in `rope.rotate_into`.
     """
 
     factors: Tensor | None
@@ -49,9 +49,9 @@ def banded_by_flex(
     """Compute `banded` with the window's attention by FlexAttention, which must support it (`can_be_flex`).
 
     Args:
-        query, keys, values, window, sinks, terms, first: as of `banded`.
-        padding: keys at the end that stand for no token.
-        sinks_rope: of `sinks.query`, if that is as the model computes it.
+        query, keys, values, window, sinks, terms, first: arguments of `banded`.
+        padding: number of keys at the end that belong to no token.
+        sinks_rope: RoPE of `sinks.query`, if the query is as the model computes it; None if it is rotated.
 
     Returns:
         [B, H, G, T, D], dtype of the query.
@@ -60,17 +60,17 @@ def banded_by_flex(
     near, log_sum = flex(query, keys, values, padding, window, terms)
     if sinks is None:
         return near
-    start = first + keys.shape[2] - padding - tokens - window  # of the first query's window
+    start = first + keys.shape[2] - padding - tokens - window  # position at which the first query's window starts
     if sinks_rope is not None:
         return rope.merge(near, log_sum, sinks.query, *sinks_rope, sinks.keys, sinks.values, start, terms.scaling)
     return merged(near, log_sum, sinks, outside_windows(sinks, tokens, start), terms)
 
 
 class FlexForm(ClosedForm):
-    """A closed form whose blocks of whole tiles are computed by FlexAttention."""
+    """Closed form that computes blocks of whole tiles by FlexAttention."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> None:
-        """Serve layers whose cache is `band`. Arguments: as of `ClosedForm`."""
+        """Prepare for layers that keep a band. Arguments are those of `ClosedForm`."""
         super().__init__(slots, mode, limit, rope_length, band)
         shape = slots.shape
         query = torch.empty(1, 1, 1, TILE, shape.key_dim, dtype=slots.dtype, device=slots.device)
@@ -79,7 +79,7 @@ class FlexForm(ClosedForm):
     def __call__(
         self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, tokens_before: int
     ) -> Tensor:
-        """Read a block into one layer. Arguments and result: as of `ClosedForm`."""
+        """Read a block into one layer. Arguments and result are those of `ClosedForm`."""
         if not can_be_flex(query, values, terms):
             return super().__call__(rows, query, keys, values, terms, held, tokens_before)
         terms = terms._replace(sliding_window=None)
@@ -91,7 +91,7 @@ class FlexForm(ClosedForm):
     def _by_kernel(
         self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, tokens_before: int
     ) -> Tensor:
-        """`__call__` by kernels, which write the inputs of FlexAttention and the kept tokens once, from where they are."""
+        """`__call__` by kernels, which write FlexAttention's inputs and the kept tokens once, without copies in between."""
         (query, halves), (keys, _) = rope.pairing(self._rotation, query), rope.pairing(self._rotation, keys)
         (streams, heads, tokens, dim), (skipped, first) = keys.shape, self._near(tokens_before)
         old_keys, old_values = held.keys.unflatten(0, (streams, -1)), held.values.unflatten(0, (streams, -1))
@@ -114,7 +114,7 @@ class FlexForm(ClosedForm):
         return out
 
     def _near_factors(self, before: int, tokens: int, tokens_before: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """RoPE of `before` keys held and of the block, at equal distances from each other; None if they need none. [n, P]."""
+        """Return RoPE of `before` keys held and of the block, at consecutive positions; None if they need none. [n, P] each."""
         if self._rotation is None:
             return None, None
         if self._keys_rotated:
@@ -126,7 +126,10 @@ class FlexForm(ClosedForm):
     def _unrotated_sinks(
         self, query: Tensor, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor, tokens_before: int, halves: int
     ) -> tuple[Sinks, Rope]:
-        """Rotated sinks for unrotated queries, and RoPE of these. keys, values: of the block; old: held before."""
+        """Return rotated sinks with unrotated queries, and RoPE of the queries.
+
+        keys, values: K and V of the block; old_keys, old_values: K and V held before the block.
+        """
         count, tokens = self._sinks, keys.shape[2]
         missing = max(0, count - old_keys.shape[2])
         first_keys = keys.new_empty(*keys.shape[:2], count, keys.shape[3])
@@ -142,20 +145,20 @@ class FlexForm(ClosedForm):
     def _keep_from(
         self, rows: Rows, held: Held, keys: Tensor, values: Tensor, used: int, halves: int, factors: Tensor | None
     ) -> None:
-        """`_keep` from where the tokens are, without joining them first.
+        """`_keep` without joining cached and new tokens first.
 
         Args:
-            held: before the block; perhaps views of the slots.
-            keys: of the block, unrotated. [B, H, T, D].
-            values: of the block. [B, H, T, D].
+            held: tokens held before the block, perhaps as views of the slots.
+            keys: unrotated keys of the block. [B, H, T, D].
+            values: values of the block. [B, H, T, D].
             used: tokens of each stream up to the end of the block.
-            halves: how dims of the keys are paired, as in `rope.rotate_into`.
-            factors: RoPE of the keys; None if they are kept unrotated. [T, P].
+            halves: pairing of the keys' dims, as in `rope.rotate_into`.
+            factors: RoPE of the keys; None if keys are stored unrotated. [T, P].
         """
         (head, tail), (streams, _, tokens, _) = self._kept(used), keys.shape
-        count, stays = held.keys.shape[1], max(0, tail - tokens)  # stays: the newest of those held that are kept
+        count, stays = held.keys.shape[1], max(0, tail - tokens)  # stays: number of newest held tokens that are kept
         old_head = min(head, count)
-        old = [torch.cat([x[:, :old_head], x[:, count - stays :]], 1) for x in (held.keys, held.values)]  # may be the slots
+        old = [torch.cat([x[:, :old_head], x[:, count - stays :]], 1) for x in (held.keys, held.values)]  # copies of views
         for x, from_held in zip((rows.keys, rows.values), old, strict=True):
             x[:, :old_head], x[:, head : head + stays] = from_held[:, :old_head], from_held[:, old_head:]
         slots = [x.unflatten(0, (streams, -1)) for x in (rows.keys, rows.values)]

@@ -1,8 +1,8 @@
-"""The forward pass of single tokens in few kernels: the whole model is compiled, with our attention as one opaque operation.
+"""Forward pass of single tokens in few kernels: the whole model is compiled, with our attention as one opaque operation.
 
-Eager code launches a kernel for every operation. Compiled code launches one for every matrix product, our attention, and one for
-all that lies between two of these: a residual sum and the RMSNorm after it, or SiLU and its product.
-Compiling takes seconds for each number of streams, so it is for steps that are captured as CUDA graphs.
+Eager code launches a kernel for every operation. Compiled code launches one kernel for every matrix product, our attention, and
+one kernel for all operations between two of these, such as a residual sum and its RMSNorm, or SiLU and its product. Compiling
+takes seconds for each number of streams, so only steps that are captured as CUDA graphs use compiled code.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from kvbench.harness.engine.kernel_interface import FusedStepError
 
 _BACKEND = "inductor"
-_MOST_COMPILATIONS = 64  # of models and numbers of streams in one process, after which a step is refused
+_MOST_COMPILATIONS = 64  # of (model, number of streams) in one process; further steps are refused
 
 
 def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Logits of single tokens at position 0, from compiled code. [B, 1] int64 -> [B, 1, V], the model's dtype.
+    """Compute logits of single tokens at position 0 by compiled code. [B, 1] int64 -> [B, 1, V], the model's dtype.
 
-    The first call for a model and a number of streams compiles.
+    The first call for each model and number of streams compiles the code.
 
     Raises:
         FusedStepError: the model can't be compiled as a whole.
@@ -35,7 +35,7 @@ def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
 
     with (
         config.patch(recompile_limit=_MOST_COMPILATIONS),
-        inductor.patch(compile_threads=1),  # the same few kernels in every layer: starting processes would take longer
+        inductor.patch(compile_threads=1),  # all layers share a few kernels, so starting processes would take longer
         warnings.catch_warnings(action="ignore"),  # advice from the compiler
     ):
         try:
@@ -54,5 +54,5 @@ def _logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @cache
 def _compiled(backend: str | Callable[..., Any]) -> Callable[[PreTrainedModel, Tensor], Tensor]:
-    """`_logits`, to be compiled by its first call; whole or not at all."""
+    """Return `_logits` with compilation on the first call, as a whole or not at all."""
     return torch.compile(_logits, backend=backend, fullgraph=True, dynamic=False)

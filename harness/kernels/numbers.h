@@ -1,4 +1,4 @@
-/* Functions that the kernels share: the maximum of an array and its exponentials. */
+/* Functions shared by the kernels: the maximum of an array, and its exponentials. */
 
 #include <math.h>
 #include <stdint.h>

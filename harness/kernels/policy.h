@@ -1,13 +1,13 @@
-/* A policy's computation for one slot. This is a template: compiler.py puts the policy's expressions in. */
+/* A policy's computation for one slot. This is a template: compiler.py inserts the policy's expressions. */
 
 enum { NUMBERS = NUMBERS_OF_POLICY, MOST_IS_READ = MOST_READ_OF_POLICY };
 
-static const int64_t WIDTHS[NUMBERS + !NUMBERS] = {WIDTHS_OF_POLICY};  /* of each number, how many its statistic has */
+static const int64_t WIDTHS[NUMBERS + !NUMBERS] = {WIDTHS_OF_POLICY};  /* for each number, the count of numbers in its statistic */
 
-/* The numbers of the statistics; at least one, as C demands. */
+/* Numbers of the statistics; at least one, as C requires. */
 typedef struct { float of[NUMBERS + !NUMBERS]; } State;
 
-/* What all slots of a row share. group: query heads; prompt: tokens; count: tokens held. */
+/* Values that all slots of a row share. group: query heads; prompt: prompt length; count: tokens held. */
 typedef struct { int64_t step, layer, head, count, prompt, group, num_layers, seed; } Now;
 
 /* CacheView.uniform. */
@@ -19,7 +19,7 @@ static inline float uniform(int64_t position, int64_t head, int64_t layer, int64
     return (float)((x >> 40) & 0xFFFFFF) / 16777216.0f;
 }
 
-/* Rounded down, as in PyTorch; 0 if b is. */
+/* Quotient rounded down, as in PyTorch; 0 if b is 0. */
 static inline int64_t floor_quotient(int64_t a, int64_t b) {
     return b ? a / b - ((a % b != 0) & ((a < 0) != (b < 0))) : 0;
 }

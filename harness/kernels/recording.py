@@ -1,4 +1,4 @@
-"""Stand-ins for tensors that record the elementwise operations that a policy does. Any other operation raises.
+"""Stand-ins for tensors that record the elementwise operations of a policy. Any other operation raises an error.
 
 Axis letters: B streams, H KV heads, S slots, k numbers of a statistic.
 """
@@ -17,7 +17,7 @@ from kvbench.harness.kernels.expressions import BINARY, Build, Expression, Kind,
 
 _DTYPES: dict[Any, Kind] = {torch.bool: "bool", torch.int64: "int", torch.float32: "float"}
 _REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
-_METHODS = {  # that are functions of torch, too
+_METHODS = {  # that are also functions of torch
     "abs",
     "amax",
     "amin",
@@ -38,12 +38,12 @@ _ALIASES = {"div": "truediv", "true_divide": "truediv", "floor_divide": "floordi
 
 
 class Traced:
-    """Stands in for a tensor [B, H, S] or, with a last axis, [B, H, S, k]: one expression for each place of that axis."""
+    """Stand-in for a tensor [B, H, S], or [B, H, S, k] with one expression for each element of the last axis."""
 
-    device = torch.device("cpu")  # where policies may make constants
+    device = torch.device("cpu")  # on which policies may create constants
 
     def __init__(self, elements: Sequence[Expression], has_axis: Any = False) -> None:
-        """Wrap expressions. has_axis: there is a last axis."""
+        """Wrap expressions. has_axis: the tensor has a last axis."""
         self.elements, self.has_axis = tuple(elements), has_axis
 
     @classmethod
@@ -51,7 +51,7 @@ class Traced:
         """Convert an operand: a stand-in, a number, or a constant tensor of at most one axis.
 
         Raises:
-            NotTraceableError: it is something else.
+            NotTraceableError: the operand has another type.
         """
         if isinstance(value, Traced):
             return value
@@ -63,10 +63,10 @@ class Traced:
 
     @property
     def single(self) -> Expression:
-        """The one number of a slot.
+        """The expression of a tensor without a last axis.
 
         Raises:
-            NotTraceableError: there are several.
+            NotTraceableError: the tensor has a last axis.
         """
         if self.has_axis:
             raise NotTraceableError("several numbers per slot where one is expected")
@@ -115,7 +115,7 @@ class Traced:
         return _each(BINARY["mul"], self, self)
 
     def pow(self, exponent: Any) -> Traced:
-        """`Tensor.pow`, of exponents 2 and 0.5."""
+        """`Tensor.pow`, for exponents 2 and 0.5."""
         if exponent not in (2, 0.5):
             raise NotTraceableError(f"a power of {exponent}")
         return self.square() if exponent == 2 else self.sqrt()
@@ -163,10 +163,10 @@ class Traced:
         return tuple(Traced([x]) for x in self._along(dim))
 
     def _along(self, dim: Any) -> tuple[Expression, ...]:
-        """The elements along an axis.
+        """Return the elements along the last axis.
 
         Raises:
-            NotTraceableError: the axis is that of the slots, the heads or the streams.
+            NotTraceableError: `dim` is the axis of slots, heads or streams.
         """
         if not self.has_axis or dim not in (-1, 3):
             raise NotTraceableError("an operation that compares slots, heads or streams")
@@ -202,7 +202,7 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Functions of torch, and operators whose left operand is a real tensor."""
+        """Handle functions of torch, and operators whose left operand is a tensor."""
         name = getattr(function, "__name__", str(function)).strip("_")
         name, given = _ALIASES.get(name, name), kwargs or {}
         if name in _FUNCTIONS:
@@ -227,7 +227,7 @@ def _each(build: Build, *operands: Any) -> Traced:
 
 
 def _like(value: Any) -> Callable[..., Traced]:
-    """`torch.full_like` and its relatives. value: None if it is an argument."""
+    """Define `torch.full_like`, or a function with a fixed value. value: None for `full_like`."""
 
     def build(x: Traced, fill_value: Any = value, dtype: Any = None) -> Traced:
         like = Traced([expressions.number(fill_value).to(e.kind) for e in x.elements], x.has_axis)

@@ -1,5 +1,5 @@
-/* The bookkeeping after a token: updates the statistics and chooses the slot for the next token. This is a template: compiler.py
-   puts a policy's expressions in; those of a policy that has none are not called.
+/* Bookkeeping after a token: updates the statistics and chooses the next token's slot. This is a template: compiler.py inserts a
+   policy's expressions, which are not called if a policy has none.
 
    Axis letters: L layers, B streams, N rows of a layer (stream, KV head), R = L * N, G query heads of a KV head, S slots. */
 
@@ -16,19 +16,20 @@ static inline int64_t evict(float *restrict worth, int64_t *restrict ranks, int6
         if (worth[s] < least || (worth[s] == least && ranks[s] < worst)) { least = worth[s]; worst = ranks[s]; victim = s; }
     for (int64_t s = 0; s < attended; s++) ranks[s] -= (ranks[s] > worst) & (ranks[s] < slots);
     ranks[victim] = slots;
-    worth[victim] = NAN;  /* compares with nothing */
+    worth[victim] = NAN;  /* skipped by comparisons */
     return victim;
 }
 
 /* Returns 0, or -1 if there is no memory.
 
-   given: every slot's importance [R, attended]; null if the policy's expressions say it. mass: softmax weights [R, G, attended],
-   null if the kernel updates no statistic. states: of each number, a pointer to that of the first slot; of the next slot it is as
-   many places on as its statistic has numbers. rank, position: of these rows, [R, slots], of which the first `attended` are used;
-   rank and the states are changed. layer: of these rows, [L]. head: in the model's layer, [R]; null if it is not read. prompt:
-   tokens, [L * B]; null if it is not read. step: of the token, [R]. free_slots: the token's slot, counted over all rows; changed to
-   that of the next token. base: the first slot of these rows, counted likewise. due: how many tokens to evict; 0 if there is an
-   empty slot. every: how many are evicted at once. window: the layers' sliding window, 0 if none. */
+   given: importance of every slot, [R, attended]; null if the policy's expressions compute it. mass: softmax weights,
+   [R, G, attended]; null if the kernel updates no statistic. states: for each number, a pointer to the number of the first slot; the
+   stride between slots is the count of numbers in the statistic. rank, position: ranks and positions in these rows, [R, slots], of
+   which the first `attended` slots are used; rank and states are changed. layer: layers of these rows, [L]. head: index of the head in
+   the model's layer, [R]; null if it is not read. prompt: prompt length, [L * B]; null if it is not read. step: step of the token, [R].
+   free_slots: the token's slot, counted over all rows; changed to the next token's slot. base: first slot of these rows, counted over
+   all rows. due: number of tokens to evict; 0 if there is an empty slot. every: number of tokens that are evicted at once. window:
+   sliding window of the layers; 0 if none. */
 int64_t release(const float *given, const float *mass, float *const *states, int64_t *rank, const int64_t *position,
                 const int64_t *layer, const int64_t *head, const int64_t *prompt, const int64_t *step, int64_t *free_slots,
                 int64_t base, int64_t rows, int64_t rows_of_layer, int64_t heads, int64_t group, int64_t slots, int64_t attended,

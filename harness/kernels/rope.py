@@ -1,4 +1,4 @@
-"""The kernels of `triton_rotate.py` as functions of tensors. Where they don't serve, the plain code is used.
+"""The kernels of `triton_rotate.py` as functions of tensors. PyTorch code is used where the kernels don't support a tensor.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, N = B * H * G, T tokens, E sinks, D head dim, P = D / 2 pairs.
 """
@@ -17,13 +17,13 @@ from kvbench.harness.engine.rotary import Rotation
 
 _DEVICES = {"cuda"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ELEMENTS = 2048  # of each kind of vector that a program holds
-_MIN_TOKENS, _MAX_TOKENS = 8, 128  # of a program
+_ELEMENTS = 2048  # elements of each kind of vector that a program holds
+_MIN_TOKENS, _MAX_TOKENS = 8, 128  # per program
 
 
 @lru_cache
 def _kernels() -> Any:
-    """The module with the kernels; None without Triton."""
+    """Return the module with the kernels; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     from kvbench.harness.kernels import triton_rotate
@@ -32,32 +32,35 @@ def _kernels() -> Any:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels can take queries, keys and values like these. [..., D]."""
+    """Return whether the kernels support queries, keys and values like `x`. [..., D]."""
     return x.device.type in _DEVICES and x.dtype in _DTYPES and x.shape[-1] % 2 == 0 and _kernels() is not None
 
 
 def sizes(dim: int) -> dict[str, int]:
-    """Constants of the kernels for a head dim."""
+    """Return the kernels' constants for a head dim."""
     pairs = 1 << (max(dim // 2, 1) - 1).bit_length()
     tokens = max(_MIN_TOKENS, min(_MAX_TOKENS, _ELEMENTS // (2 * pairs)))
     return {"D": dim, "P": pairs, "BLOCK": tokens}
 
 
 def pairing(rotation: Rotation | None, x: Tensor) -> tuple[Tensor, int]:
-    """Vectors as the model makes them, in an order that the kernels read, and which one. [..., D] -> [..., D], HALVES."""
+    """Return vectors in an order of dims that the kernels support, and the pairing of dims. [..., D] -> [..., D], HALVES.
+
+    x: as the model computes it.
+    """
     if rotation is None:
         return x, 0
     return (x, rotation.halves) if rotation.halves else (x.index_select(-1, rotation.order), 0)
 
 
 def rotate_into(out: Tensor, x: Tensor, factors: Tensor | None, halves: int = 0) -> None:
-    """Write vectors, paired and rotated.
+    """Pair the dims of vectors, rotate the vectors, and write them.
 
     Args:
-        out: dims contiguous. [B, N, T, D].
+        out: receives the vectors; dims contiguous. [B, N, T, D].
         x: [B, N, T, D].
-        factors: of the tokens; None: only paired. [T, P] complex64.
-        halves: 0 if paired dims of `x` are neighbours; else dim p of the first 2 * halves is paired with dim p + halves.
+        factors: RoPE of the tokens; None only pairs dims. [T, P] complex64.
+        halves: 0 if paired dims of `x` are adjacent. Otherwise, of the first 2 * halves dims, p is paired with p + halves.
     """
     streams, heads, tokens, dim = x.shape
     if not tokens:
@@ -89,17 +92,17 @@ def merge(
     gap: int,
     scaling: float,
 ) -> Tensor:
-    """Merge a window's attention with that of the sinks, whose scores stay in float32.
+    """Merge attention to the window with attention to the sinks, whose scores stay in float32.
 
     Args:
-        near: overwritten. [B, H, G, T, D].
-        log_sum: [B, H, G, T] float32.
+        near: attention to the window, which is overwritten. [B, H, G, T, D].
+        log_sum: log-sum-exp of the window's scores. [B, H, G, T] float32.
         query: unrotated. [B, H, G, T, D].
-        factors: of the queries, for the distance to the sinks; None without RoPE. [T, P] complex64.
-        halves: of the query, as in `rotate_into`.
-        keys: rotated, paired dims side by side. [B, H, E, D].
-        values: [B, H, E, D].
-        gap: query t sees sink e apart from its window where e < t + gap.
+        factors: RoPE of the queries, for the distance to the sinks; None without RoPE. [T, P] complex64.
+        halves: pairing of the query's dims, as in `rotate_into`.
+        keys: rotated keys of the sinks, paired dims adjacent. [B, H, E, D].
+        values: values of the sinks. [B, H, E, D].
+        gap: sink e is before the window of query t if e < t + gap.
 
     Returns:
         [B, H, G, T, D].
@@ -131,5 +134,5 @@ def merge(
 
 
 def _numbers(factors: Tensor | None, unused: Tensor) -> Tensor:
-    """Factors as cos and sin. [T, P] complex64 -> [T, P, 2] float32; `unused` stands in for none."""
+    """Return factors as cos and sin; `unused` if there are none. [T, P] complex64 -> [T, P, 2] float32."""
     return unused if factors is None else torch.view_as_real(factors.contiguous())

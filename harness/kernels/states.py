@@ -1,6 +1,6 @@
-"""A policy's statistics as the kernels take them: how many numbers per slot, and their first values.
+"""A policy's statistics as arguments of kernels: the numbers of each slot, and their first values.
 
-Axis letters: B streams, H KV heads, N = B * H, R rows, S slots, T tokens, k numbers of a statistic, K numbers of all.
+Axis letters: B streams, H KV heads, N = B * H, R rows, S slots, T tokens, k numbers of a statistic, K numbers of all statistics.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FirstValues = Mapping[Statistic, Tensor]  # first values of a block's tokens, fo
 
 
 def may_outlive_window(slots: Slots) -> bool:
-    """Whether a token may be held when a sliding window hides it: kernels don't look at ages."""
+    """Return whether a token may be held although a sliding window hides it. Kernels ignore ages."""
     return slots.shape.sliding_window is not None and not slots.evicts_each_step
 
 
 def why_unserved(slots: Slots) -> str:
-    """Why no kernel takes the bookkeeping of these slots, whatever their policy; empty if one may."""
+    """Return the reason that no kernel does the bookkeeping of these slots under any policy; empty if a kernel may."""
     if slots.budget.pages is not None:
         return "no kernel evicts whole pages"
     if slots.uneven:
@@ -37,22 +37,22 @@ def why_unserved(slots: Slots) -> str:
 
 
 def numbers_of(rows: Rows) -> list[Tensor]:
-    """Views of the statistics of some rows, one a number. [R, S] each."""
+    """Return views of the statistics of some rows, one view per number. [R, S] each."""
     flat = [x.flatten(0, 1) for x in rows.states.values()]
     return [number for x in flat for number in x.reshape(*x.shape[:2], prod(x.shape[2:])).unbind(-1)]
 
 
 def widths_of(rows: Rows) -> tuple[int, ...]:
-    """Return for each number how many numbers its statistic has, which is the stride of its view."""
+    """Return, for each number, the count of numbers in its statistic, which is the stride of its view."""
     return tuple(x.stride(1) for x in numbers_of(rows))
 
 
 def first_values(rows: Rows, written: FirstValues | None, tokens: int) -> Tensor:
-    """The numbers of each token of a block when it is written. [N, T, K] float32; its strides are 0 if all are constants."""
+    """Return the first numbers of each token of a block. [N, T, K] float32; strides are 0 if all numbers are constant."""
     size = len(rows.rank)
     parts = {s: (s.initial, x.shape[3:].numel()) for s, x in rows.states.items()}
     if not written:
-        device = rows.rank.device  # the numbers are made there, not copied from the host
+        device = rows.rank.device  # created on the device, not copied from the host
         constants = [torch.full((width,), initial, device=device) for initial, width in parts.values()]
         return torch.cat(constants or [torch.zeros(0, device=device)]).float().expand(size, tokens, -1)
     values = [
@@ -67,16 +67,16 @@ def _constant(rows: Rows, value: float, tokens: int, width: int) -> Tensor:
 
 
 def sees_weights(rows: Rows) -> bool:
-    """Whether a statistic is updated with softmax weights."""
+    """Return whether a statistic is updated with attention."""
     return any(s.sees for s in rows.states)
 
 
 def heads_of(rows: Rows) -> Tensor:
-    """The index in the model's layer of each row's KV head. [R] int64."""
+    """Return the index of each row's KV head in the model's layer. [R] int64."""
     blocks, heads = rows.view.rank.shape[:2]
     return rows.view.head.expand(blocks, heads, 1).flatten().contiguous()
 
 
 def prompts_of(rows: Rows) -> Tensor:
-    """Tokens of the prompt of each stream, layer by layer. [L * B] int64."""
+    """Return the prompt length of each stream, repeated for each layer. [L * B] int64."""
     return rows.view.prompt.expand(rows.view.rank.shape[0], 1, 1).flatten().contiguous()

@@ -1,13 +1,13 @@
-/* Statistics of slots where `Slots` keep them. Axis letters: G query heads of a KV head. */
+/* Statistics in the arrays of `Slots`. Axis letters: G query heads of a KV head. */
 
-/* The numbers of a slot, counted over all rows. states: of each number, the first slot's. */
+/* Returns the numbers of a slot. slot: counted over all rows; states: for each number, a pointer to the number of the first slot. */
 static inline State loaded(float *const *states, int64_t slot) {
     State state = {{0}};
     for (int i = 0; i < NUMBERS; i++) state.of[i] = states[i][slot * WIDTHS[i]];
     return state;
 }
 
-/* Updates the statistics of the first `used` slots of a row, which begin at `first`. mass: softmax weights [G, attended]. */
+/* Updates the statistics of the first `used` slots of a row, which starts at slot `first`. mass: softmax weights [G, attended]. */
 static inline void update_row(const float *restrict mass, float *const *states, const int64_t *restrict ranks,
                               const int64_t *restrict at, int64_t first, int64_t attended, int64_t used, Now now) {
     for (int64_t s = 0; s < used; s++) {

@@ -1,8 +1,9 @@
-/* One token in one layer: writes it to its slot, then attends to all tokens held. This is a template: compiler.py puts the dims in.
+/* One token in one layer: writes the token to its slot, then attends to all tokens held. This is a template: compiler.py inserts the
+   dims.
 
-   Keys are stored unrotated, and each is rotated when it is read, once for all query heads of its KV head; or, ROTATED, when it is
-   stored. The query has the position of the new token's key. Slots are in no order. A row's slots lie together, or page by page in a
-   pool, where the new token has the last slot in use.
+   Keys are stored unrotated, and each key is rotated when it is read, once for all query heads of its KV head. In mode ROTATED, a key
+   is rotated when it is stored. The query has the position of the new token's key. Slots have no order. The slots of a row are
+   contiguous, or in pages of a pool, where the new token has the last used slot.
 
    Axis letters: N rows (stream, KV head), G query heads of a KV head, S slots, W pages of a row, P pairs of dims, D key dim, E value
    dim. */
@@ -13,18 +14,18 @@
 
 /* Reads a token. Returns 0, or -1 if there is no memory.
 
-   query: [N, G, D], key: [N, D], unrotated, in the model's order of dims. value: [N, E]. order: the model's dim at each place.
-   keys: [N, slots, D]. values: [N, slots, E]. table: the page of each `page` slots of a row, counted over the whole pool, whose keys
-   and values are [pages, page, D] and [pages, page, E]; null if a row's slots lie together. [N, width]. rank, position: [N, slots], of which the first `attended` are used. free_slots:
-   the new token's slot, counted over all rows, starting at `first`. low: RoPE factors of the positions 0, 1, ... [level, P]
-   complex, null if nothing is rotated; high: those of 0, level, 2 * level, ..., null if one level is enough.
-   out: [N, G, E], written. mass: the softmax weights [N, G, attended], written; null if they are not needed. logits: the same
-   before the softmax, -inf in empty slots. */
+   query: [N, G, D], key: [N, D], unrotated, in the model's order of dims. value: [N, E]. order: the model's index of each dim.
+   keys: [N, slots, D]. values: [N, slots, E]. table: pages of each row, numbered over the whole pool, [N, width]; keys and values are
+   then [pages, page, D] and [pages, page, E]; null if a row's slots are contiguous. rank, position: [N, slots], of which the first
+   `attended` slots are used. free_slots: slot of the new token, counted over all rows from `first`. low: RoPE factors of the positions
+   0, 1, ..., [level, P] complex; null without RoPE. high: RoPE factors of the positions 0, level, 2 * level, ...; null if one level
+   suffices. out: receives the output, [N, G, E]. mass: receives the softmax weights, [N, G, attended]; null if they are not needed.
+   logits: receives the scores before the softmax, -inf in empty slots, [N, G, attended]; null if they are not needed. */
 int64_t step(const float *query, const float *key, const float *value, const int64_t *order, float *keys, float *values,
              const int64_t *table, const int64_t *rank, const int64_t *position, const int64_t *free_slots, const float *low, const float *high,
              float *out, float *mass, float *logits, int64_t rows, int64_t first, int64_t slots, int64_t attended, int64_t mode, int64_t limit,
              int64_t level, int64_t threads, int64_t width, int64_t page, float scaling) {
-    const int64_t together = table ? page : slots; /* slots */
+    const int64_t together = table ? page : slots; /* contiguous slots */
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t n = 0; n < rows; n++) {

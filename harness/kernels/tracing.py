@@ -1,8 +1,8 @@
-"""Turns a policy of scope `slot` into expressions in C or Triton that compute it for one slot.
+"""Translate a policy of scope `slot` to expressions in C or Triton that compute the policy for one slot.
 
 `importance` and the statistics' `update` run once on stand-ins for tensors that record the operations. Elementwise operations
-are supported, and reductions over the last axis of a statistic with a few numbers per slot. Any other raises, and the policy
-uses the plain walk.
+are supported, and reductions over the last axis of a statistic with a few numbers per slot. Any other operation raises an error,
+and the policy uses the plain walk.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, k numbers of a statistic.
 """
@@ -28,17 +28,17 @@ from kvbench.policies import CacheView, HeadSizes, Policy, Statistic
 
 __all__ = ["TRITON", "C", "Dialect", "Formulas", "NotTraceableError", "traced"]
 
-MAX_NUMBERS = 8  # of all statistics of a policy, per slot
+MAX_NUMBERS = 8  # per slot, of all statistics of a policy
 
 
 class Formulas(NamedTuple):
-    """A bound policy for one slot, in one language.
+    """Expressions of a bound policy for one slot, in one language.
 
     Attributes:
-        importance: of the slot.
-        updates: the new value of every number of the statistics.
-        widths: for each number, how many its statistic has.
-        reads: the variables in all of them.
+        importance: importance of the slot.
+        updates: new value of every number of the statistics.
+        widths: for each number, the count of numbers in its statistic.
+        reads: variables in all expressions.
     """
 
     importance: str
@@ -48,18 +48,18 @@ class Formulas(NamedTuple):
 
 
 class _Weights:
-    """Stands in for softmax weights [B, H, G, S]. It supports only reductions over the query heads."""
+    """Stand-in for softmax weights [B, H, G, S]. It supports only reductions over the query heads."""
 
     def sum(self, dim: int) -> Traced:
-        """The sum over the query heads of the KV head."""
+        """Return the sum over the query heads of the KV head."""
         return Traced([self._reduced("mass", dim)])
 
     def mean(self, dim: int) -> Traced:
-        """The mean over the query heads of the KV head."""
+        """Return the mean over the query heads of the KV head."""
         return Traced([BINARY["truediv"](self._reduced("mass", dim), variable("group"))])
 
     def amax(self, dim: int) -> Traced:
-        """The maximum over the query heads of the KV head."""
+        """Return the maximum over the query heads of the KV head."""
         return Traced([self._reduced("most", dim)])
 
     @staticmethod
@@ -73,7 +73,7 @@ class _Weights:
 
 
 class _Attention:
-    """Stands in for what a token's attention did. It supports only softmax weights."""
+    """Stand-in for a token's attention. It supports only softmax weights."""
 
     weights = _Weights()
 
@@ -82,7 +82,7 @@ class _Attention:
 
 
 class _View(CacheView):
-    """Stands in for the view of a cache."""
+    """Stand-in for the view of a cache."""
 
     def __init__(self, states: dict[Statistic, Any]) -> None:
         def read(name: str) -> Any:
@@ -93,7 +93,7 @@ class _View(CacheView):
 
     @property
     def valid(self) -> Any:
-        return self.rank >= 0  # nothing is asked of an empty slot
+        return self.rank >= 0  # results for empty slots are not used
 
     @property
     def count(self) -> Any:
@@ -120,10 +120,10 @@ _REFUSED = {
 
 
 def _width(statistic: Statistic) -> int | None:
-    """How many numbers per slot a statistic has; None if it has no last axis.
+    """Return the count of numbers per slot of a statistic; None if it has no last axis.
 
     Raises:
-        NotTraceableError: the statistic is not kept in a few numbers per slot, or sees more than softmax weights.
+        NotTraceableError: the statistic is not a few numbers per slot, or sees more than softmax weights.
     """
     name = type(statistic).__name__
     if statistic.per != "slot":
@@ -137,7 +137,7 @@ def _width(statistic: Statistic) -> int | None:
 
 
 def _states(statistics: Sequence[Statistic]) -> tuple[dict[Statistic, Traced], tuple[int, ...]]:
-    """A stand-in for each statistic's state, and for each of their numbers how many its statistic has."""
+    """Return a stand-in for each statistic's state, and, for each number, the count of numbers in its statistic."""
     states: dict[Statistic, Traced] = {}
     widths: list[int] = []
     for statistic in dict.fromkeys(statistics):
@@ -151,7 +151,7 @@ def _states(statistics: Sequence[Statistic]) -> tuple[dict[Statistic, Traced], t
 
 
 def _updated(statistic: Statistic, before: Traced, view: _View) -> list[Expression]:
-    """A statistic's numbers after a step."""
+    """Return the expressions of a statistic's numbers after a step."""
     if not statistic.sees:
         return list(before.elements)
     after = Traced.of(statistic.update(before, _Attention(), view))  # type: ignore[arg-type]
@@ -161,10 +161,10 @@ def _updated(statistic: Statistic, before: Traced, view: _View) -> list[Expressi
 
 
 def traced(policy: Policy, dialect: Dialect = C) -> Formulas:
-    """Trace what a bound policy computes for one slot. Variables are those of `expressions.VARIABLES`, and the seed.
+    """Trace the computation of a bound policy for one slot. Variables are those of `expressions.VARIABLES`, and the seed.
 
     Raises:
-        NotTraceableError: the policy can't be compiled; the message says why.
+        NotTraceableError: the policy can't be traced; the message says why.
     """
     if policy.scope != "slot":
         raise NotTraceableError(f"scope '{policy.scope}'")

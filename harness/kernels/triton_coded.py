@@ -1,8 +1,8 @@
-"""A token's attention over K and V that are stored as packed integers, in Triton: `attend` with unpacking in registers.
+"""Attention of a token over K and V stored as packed integers, in Triton: `attend` with decoding in registers.
 
-It is the counterpart of `coded_step.c`, and writes no float of the cache. A number is code * scale + zero. The first `SINKS`
-tokens of a stream and the `RECENT` newest are read from where they lie beside the codes. The code of a new token is that of
-`store.encoded`, digit for digit. `join` of `triton_kernels.py` joins the parts.
+It is the counterpart of `coded_step.c`, and writes no decoded K or V to memory. A number is code * scale + zero. The first
+`SINKS` tokens of a stream and the `RECENT` newest tokens are exempt, and read from the exact vectors beside the codes. Codes of
+a new token equal those of `slot_stores.encoded` exactly. `join` of `triton_kernels.py` joins the parts.
 
 Axis letters: N rows (stream, KV head), G query heads of a KV head, M queries of a program, S slots, P pairs of dims, D key dim,
 E value dim, X exempt tokens, g groups of channels.
@@ -22,7 +22,7 @@ from kvbench.harness.kernels.triton_kernels import add_to_softmax, factors
 
 @triton.jit
 def encoded(x, low, high, LIKE: tl.constexpr, BITS: tl.constexpr):
-    """(codes, scales, zeros) of groups between their least and largest numbers. x: [g, n] -> [g, n] int32, [g], [g] float32."""
+    """Encode groups. x: [g, n]; low, high: smallest and largest numbers, [g] -> codes [g, n] int32, scales, zeros [g] float32."""
     levels: tl.constexpr = 2.0**BITS - 1
     zero = low.to(LIKE).to(tl.float32)
     scale = tl.math.div_rn(high - low, levels).to(LIKE).to(tl.float32)
@@ -33,7 +33,7 @@ def encoded(x, low, high, LIKE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def placed(position, now, SINKS: tl.constexpr, RECENT: tl.constexpr):
-    """Return the place of each exempt token among the exact ones; negative for others. position: int32, of any shape."""
+    """Return the place of each exempt token among the exact vectors; negative for coded tokens. position: any shape, int32."""
     place = tl.where(position < SINKS, position, -1)
     if RECENT > 0:
         place = tl.where((position >= SINKS) & (now - position < RECENT), SINKS + position % RECENT, place)
@@ -53,7 +53,7 @@ def scaled(code, scale, zero, near, DIMS: tl.constexpr, CHANNELS: tl.constexpr, 
 
 @triton.jit
 def decoded_pairs(codes, scale, zero, near, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Stored keys as pairs of dims, [BLOCK, P] float32 twice. codes: an integer a pair, or a byte for two pairs of 2 bits."""
+    """Decode keys to pairs of dims, [BLOCK, P] float32 twice. codes: an integer per pair, or a byte per two pairs of 2 bits."""
     pair = tl.arange(0, P)[None, :]
     known = pair < D // 2
     if BITS == 2:
@@ -67,7 +67,7 @@ def decoded_pairs(codes, scale, zero, near, D: tl.constexpr, P: tl.constexpr, BI
 
 @triton.jit
 def decoded_values(codes, scale, zero, near, E: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Stored values, [BLOCK, WIDE] float32."""
+    """Decode values, [BLOCK, WIDE] float32."""
     e = tl.arange(0, WIDE)[None, :]
     word = tl.load(codes + near[:, None] * (E * BITS // 8) + e * BITS // 8, mask=e < E, other=0).to(tl.int32) >> e * BITS % 8
     return scaled(word & 2**BITS - 1, scale, zero, near, E, CHANNELS, WIDE // CHANNELS)
@@ -78,7 +78,7 @@ def enter_key(
     re, im, codes, scale, zero, exact, slot, own, here, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     CHANNELS: tl.constexpr, EXEMPT: tl.constexpr,
 ):  # fmt: skip
-    """Store a key in `slot` if `here`, and at `exact` if it is exempt, as `own` says. Returns what is read of it: [P] twice."""
+    """Store a key in `slot` if `here`, and at `exact` if also `own` (the key is exempt). Returns the key as read, [P] twice."""
     shape: tl.constexpr = (2 * P // CHANNELS, CHANNELS // 2)
     pair, group = tl.arange(0, P), tl.arange(0, 2 * P // CHANNELS)
     re, im = tl.reshape(re, shape), tl.reshape(im, shape)
@@ -110,7 +110,7 @@ def enter_value(
     x, codes, scale, zero, exact, slot, own, here, E: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
     CHANNELS: tl.constexpr, EXEMPT: tl.constexpr,
 ):  # fmt: skip
-    """Write a value's code into a slot, and return the value as it is read from then on. [WIDE]."""
+    """Store a value as `enter_key` stores a key. Returns the value as read, [WIDE]."""
     e, group = tl.arange(0, WIDE), tl.arange(0, WIDE // CHANNELS)
     x = tl.reshape(x, (WIDE // CHANNELS, CHANNELS))
     code, width, least = encoded(x, tl.min(x, 1), tl.max(x, 1), scale.dtype.element_ty, BITS)
@@ -135,9 +135,9 @@ def enter_token(
     D: tl.constexpr, P: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, KEY_CHANNELS: tl.constexpr,
     VALUE_CHANNELS: tl.constexpr, SINKS: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Store the new token if `here`. Returns what is read of its key and value: exact if it is exempt, else decoded.
+    """Store the new token if `here`. Returns key and value as read: exact if the token is exempt, otherwise decoded.
 
-    Every chunk of its part stores it, so that none reads what the slot held before.
+    Every chunk of the token's part stores the token, so that no chunk reads the slot's old content.
     """
     exempt: tl.constexpr = SINKS + RECENT > 0
     place = placed(now, now, SINKS, RECENT)
@@ -171,9 +171,9 @@ def read_slots(
     P: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, KEY_CHANNELS: tl.constexpr,
     VALUE_CHANNELS: tl.constexpr, SINKS: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some slots of a row, [M, BLOCK] float32, and their values, [BLOCK, WIDE] in the dtype of the queries.
+    """Return scores of some slots of a row, [M, BLOCK] float32, and their values, [BLOCK, WIDE] in the dtype of the queries.
 
-    near, ranks: the slots and their ranks, [BLOCK] int32. position: of all slots of the row.
+    near, ranks: slots and their ranks, [BLOCK] int32. position: positions in all slots of the row.
     """
     positions = ranks
     if SINKS + RECENT > 0 or MODE == 2 or MODE == 3:
@@ -182,7 +182,7 @@ def read_slots(
     x = decoded_values(value_codes, value_scale, value_zero, near, E, WIDE, BITS, VALUE_CHANNELS)
     if SINKS + RECENT > 0:
         place = placed(positions, now, SINKS, RECENT)
-        if tl.max(place, 0) >= 0:  # most blocks hold none
+        if tl.max(place, 0) >= 0:  # most blocks hold no exempt token
             pair, e, exempt, lies = tl.arange(0, P)[None, :], tl.arange(0, WIDE)[None, :], (place >= 0)[:, None], place[:, None]
             of_key, of_value = key_exact + lies * D + 2 * pair, value_exact + lies * E + e
             re = tl.where(exempt, tl.load(of_key, mask=exempt & (pair < D // 2), other=0.0).to(tl.float32), re)
@@ -205,9 +205,9 @@ def load_token(
     query, key, order, n, g, now, angle, limit, scaling, cosine, sine, far_cosine, far_sine, STORED: tl.constexpr,
     MODE: tl.constexpr, LEVEL: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """A token's queries g as they meet cached keys, the same as they meet its own key, and that key as it is stored.
+    """Load a token's queries g for cached keys, the queries for the token's own key, and the key as stored.
 
-    The queries are scaled, the first rotated: [M, P] twice each; the key [P] twice. All float32.
+    All queries are scaled; queries for cached keys are rotated. [M, P] twice each; the key [P] twice. All float32.
     """
     pair = tl.arange(0, P)
     known, is_query = pair < D // 2, (g < G)[:, None]
@@ -241,10 +241,11 @@ def attend_coded(
     WIDE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, KEY_CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     SINKS: tl.constexpr, RECENT: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
-    """A part of the slots of a row, as `attend` reads it for a single token that has been entered.
+    """Attend to a part of the slots of a row, as `attend` does for a single token that was entered before.
 
     key_codes: [N, slots, D * BITS / 8] bytes, in integers of a pair of dims if BITS is 8; key_scale, key_zero: [N, slots, g];
-    key_exact: [N, X, D]; the same of values, in bytes. The other arguments are those of `attend`. Grid: (N, parts, chunks of M).
+    key_exact: [N, X, D]. Arguments for values have the same shapes with E, and codes in bytes. Other arguments are those of
+    `attend`. Grid: (N, parts, chunks of M).
     """
     n, split, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     stored: tl.constexpr = key_scale.dtype.element_ty
@@ -265,7 +266,7 @@ def attend_coded(
         k_re, k_im, v, key_codes, key_scale, key_zero, key_exact, value_codes, value_scale, value_zero, value_exact, slot, now,
         owner, D, P, E, WIDE, BITS, KEY_CHANNELS, VALUE_CHANNELS, SINKS, RECENT,
     )  # fmt: skip
-    own = tl.sum(re * k_re[None, :] + im * k_im[None, :], 1)  # rotating both changes nothing
+    own = tl.sum(re * k_re[None, :] + im * k_im[None, :], 1)  # the same rotation of query and key changes nothing
     tl.debug_barrier()
     q_re, q_im = q_re.to(stored), q_im.to(stored)
     highest, sums = tl.where(owner, own, float("-inf")), tl.where(owner, 1.0, 0.0) + tl.zeros((M,), tl.float32)

@@ -1,12 +1,12 @@
-"""The kernels for CUDA, in Triton: a token's attention in two kernels, and the bookkeeping after it in a third.
+"""Kernels for CUDA, in Triton: two kernels for a token's attention, and one kernel for the bookkeeping after a token.
 
-They compute the same as their counterparts in C (`step.c`, `release.c`), directly on the slots: in no order, with keys that are
-rotated when they are read, or when they are written. `attend` splits a row over programs, so that a few rows fill the chip, and
-`join` joins its parts. A block is walked by the same three kernels, token after token inside a layer: no program ever waits for
-another one, and what one kernel writes is read by the next.
+Results agree with the counterparts in C (`step.c`, `release.c`). The kernels work directly on the slots, which have no order.
+Keys are rotated when they are read, or when they are written. `attend` splits a row over programs, so that a few rows fill the
+chip, and `join` joins the parts. The same three kernels walk a block, token by token inside a layer. Programs never wait for
+each other; results pass from one kernel to the next in memory.
 
-Sums, softmax weights and statistics are float32. Products are tensor-core products in the dtype of the cache, of rotated queries
-and keys rounded to it, as in plain PyTorch.
+Sums, softmax weights and statistics are float32. Products are tensor-core products in the dtype of the cache: rotated queries and
+keys are rounded to this dtype, as in plain PyTorch.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, M queries of a program,
 T tokens, S slots, P pairs of dims, D key dim, E value dim.
@@ -34,7 +34,7 @@ def uniform(position, head, layer, seed):
 
 @triton.jit
 def floor_quotient(a, b):
-    """Rounded down, as in PyTorch."""
+    """Quotient rounded down, as in PyTorch."""
     return a // b - tl.cast((a % b != 0) & ((a < 0) != (b < 0)), tl.int64)
 
 
@@ -46,10 +46,10 @@ def floor_remainder(a, b):
 
 @triton.jit
 def factors(angle, cosine, sine, far_cosine, far_sine, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """RoPE's cosine and sine of some angles. angle: [M] int32 -> twice [M, P].
+    """Return cosine and sine of RoPE angles. angle: [M] int32 -> [M, P] twice.
 
-    LEVEL: rows of the tables `cosine` and `sine`, and the stride of the rows of `far_cosine` and `far_sine`; 0 if the first two
-    reach every angle.
+    LEVEL: number of rows of `cosine` and `sine`, and distance of the angles in `far_cosine` and `far_sine`; 0 if the first two
+    tables contain every angle.
     """
     pair = tl.arange(0, P)[None, :]
     known = pair < D // 2
@@ -70,7 +70,7 @@ def factors(angle, cosine, sine, far_cosine, far_sine, LEVEL: tl.constexpr, D: t
 
 @triton.jit
 def unpacked(words, LIKE: tl.constexpr):
-    """The two numbers that lie side by side in an integer of twice their width, as float32. LIKE: their dtype."""
+    """Return the two numbers packed into an integer of twice their width, as float32. LIKE: dtype of the numbers."""
     if LIKE == tl.float32:
         return words.to(tl.int32).to(tl.float32, bitcast=True), (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     elif LIKE == tl.bfloat16:
@@ -85,9 +85,9 @@ def place_token(
     rank, position, states, written, clock, n, row, slot, here, capacity, limit, written_row, written_token, MODE: tl.constexpr,
     PLACE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """The new token's step, the angle of its query, and how many tokens of its block came before it.
+    """Return the new token's step, the angle of its query, and its index in the block.
 
-    If PLACE, it is entered in `slot`, by one program: `here`.
+    If PLACE, the program with `here` enters the token in `slot`.
     """
     t = 0
     if PLACE:
@@ -114,9 +114,9 @@ def load_query(
     query, key, order, keys, g, n, t, slot, here, angle, scaling, cosine, sine, far_cosine, far_sine, tokens,
     MODE: tl.constexpr, LEVEL: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """A token's queries g, rotated by `angle` and scaled: [M, P] twice, dtype of the keys; and their scores for its key: [M].
+    """Load a token's queries g, rotated by `angle` and scaled, [M, P] twice in the dtype of the keys; and own scores, [M].
 
-    The key is written to `slot` if `here`.
+    Own scores are those for the token's own key, which is written to `slot` if `here`.
     """
     pair = tl.arange(0, P)
     one, other = 2 * pair < D, 2 * pair + 1 < D
@@ -127,7 +127,7 @@ def load_query(
     token = key + (tl.cast(n, tl.int64) * tokens + t) * D
     k_re, k_im = tl.load(token + d_re, mask=one, other=0.0), tl.load(token + d_im, mask=other, other=0.0)
     k_re, k_im = k_re.to(tl.float32), k_im.to(tl.float32)
-    own = tl.sum(re * k_re[None, :] + im * k_im[None, :], 1)  # rotating both changes nothing
+    own = tl.sum(re * k_re[None, :] + im * k_im[None, :], 1)  # the same rotation of query and key changes nothing
     if MODE > 0:
         same = tl.zeros((1,), tl.int32) + angle.to(tl.int32)
         c, s = factors(same, cosine, sine, far_cosine, far_sine, LEVEL, D, P)
@@ -146,7 +146,7 @@ def score_slots(
     q_re, q_im, words, position, near, ranks, slots, now, limit, cosine, sine, far_cosine, far_sine, MODE: tl.constexpr,
     LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some slots of a row, [M, BLOCK] float32. near, ranks: the slots and their ranks, [BLOCK]."""
+    """Return scores of some slots of a row, [M, BLOCK] float32. near, ranks: slots and their ranks, [BLOCK]."""
     pair = tl.arange(0, P)[None, :]
     if D == 2 * P:
         re, im = unpacked(tl.load(words + near[:, None] * P + pair), q_re.dtype)
@@ -166,7 +166,7 @@ def score_slots(
 
 @triton.jit
 def add_to_softmax(highest, sums, weighted, score, x):
-    """An online softmax that has taken in some more slots. highest, sums: [M]; weighted: [M, WIDE]; score: [M, BLOCK]."""
+    """Add slots to an online softmax. highest, sums: [M]; weighted: [M, WIDE]; score: [M, BLOCK]; x: values, [BLOCK, WIDE]."""
     higher = tl.maximum(highest, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # if no slot has held a token so far
     weight, kept = tl.exp(score - base[:, None]), tl.exp(highest - base)
@@ -181,15 +181,15 @@ def attend(
     written_token, MODE: tl.constexpr, LEVEL: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr, PLACE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """A part of the slots of a row: one token's scores, their maximum and sum of exponentials, and the values so weighted.
+    """Attend to a part of a row's slots with one token: scores, their maximum, sum of exponentials, and weighted values.
 
     query: [N, G, T, D], key: [N, T, D], in the model's order, unrotated; value: [N, T, E]; order: [D]. keys: [N, slots, D];
-    words: the same, a pair of dims in an integer; values: [N, slots, E]; rank, position: [N, slots]; free: [N], the new token's
-    slot, counted from `first`. out: [N, parts, G, E]; most, total: [N, parts, G]; scores: [N, G, attended], if ASKED. clock: the
-    token's step and that of its block's first token, if PLACE, which enters its rank, its position and the numbers of the
-    statistics; otherwise T = 1, and they are entered already. states: one array a number, [N, slots] with a stride of its
-    statistic's width (WIDTHS); written: their first values, [N, T, numbers] with strides of their own. MODE: 0 no RoPE, 1 by
-    rank, 2 by position, 3 by distance up to `limit`, 4 by position, with keys that are rotated when they are written and not
+    words: keys with a pair of dims per integer; values: [N, slots, E]; rank, position: [N, slots]; free: [N], slot of the new
+    token, counted from `first`. out: [N, parts, G, E]; most, total: [N, parts, G]; scores: [N, G, attended], if ASKED.
+    PLACE: enter the token's rank, position and first statistics; otherwise T = 1, and the token was entered before. clock: steps
+    of the token and of the block's first token, if PLACE. states: one array per number, [N, slots] with the stride of its
+    statistic's width (WIDTHS); written: first values of the numbers, [N, T, numbers] with any strides. MODE: 0 no RoPE, 1 by
+    rank, 2 by position, 3 by distance up to `limit`, 4 by position, with keys that are rotated when they are written instead of
     when they are read. Grid: (N, parts, chunks of M queries).
     """
     n, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -208,7 +208,7 @@ def attend(
     if owner:
         tl.store(values + (row + slot) * E + e, v, mask=e < E)
     tl.debug_barrier()
-    # No chunk reads the K and V that the slot held, but its rank may still change: owners add the token from the arguments.
+    # No chunk reads K and V of the token's slot, whose rank may still change. Owners add the token from the arguments.
     highest, sums = tl.where(owner, own, float("-inf")), tl.where(owner, 1.0, 0.0) + tl.zeros((M,), tl.float32)
     weighted = tl.where(owner, v.to(tl.float32), 0.0)[None, :] + tl.zeros((M, WIDE), tl.float32)
     scores += tl.cast(n, tl.int64) * G * attended
@@ -241,9 +241,9 @@ def join(
     parted, most, total, scores, out, clock, attended, parts, tokens, G: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of `attend`, CHUNK at a time: write out [N, G, T, E] and turn scores into softmax weights.
+    """Join the parts of `attend`, CHUNK at a time: write out [N, G, T, E], and turn scores into softmax weights.
 
-    The other arguments are those of `attend`. Grid: (N * G, 1 or blocks of slots).
+    Other arguments are those of `attend`. Grid: (N * G, 1 or blocks of slots).
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, e = tl.arange(0, CHUNK), tl.arange(0, WIDE)
@@ -273,7 +273,7 @@ def join(
 
 @triton.jit
 def loaded(states, row, s, there, WIDTHS: tl.constexpr):
-    """The numbers of some slots of a row that begins at slot `row` of all, a block each. states: those of `release`."""
+    """Load the numbers of slots s, one block per number. row: flat index of the row's first slot; states: as in `release`."""
     numbers = ()
     for i in tl.static_range(len(WIDTHS)):
         numbers = numbers + (tl.load(states[i] + row * WIDTHS[i] + s * WIDTHS[i], mask=there, other=0.0),)
@@ -282,7 +282,7 @@ def loaded(states, row, s, there, WIDTHS: tl.constexpr):
 
 @triton.jit
 def received(mass, row, s, there, attended, G: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr):
-    """The attention that some slots of a row received: its sum over the query heads, and its maximum if MOST."""
+    """Return the attention that slots of a row received: its sum over query heads, and its maximum over them if MOST."""
     total, most = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for g in range(G):
         weight = tl.load(mass + (row * G + g) * attended + s, mask=there, other=0.0)
@@ -298,14 +298,14 @@ def release(
     window, num_layers, seed, updated: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
     WIDTHS: tl.constexpr, ASKED: tl.constexpr, MOST: tl.constexpr, HEAD: tl.constexpr, PROMPT: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """The bookkeeping after a token (`release.c`): update the statistics and choose the slot of the next one. Grid: (R,).
+    """Bookkeeping after a token (`release.c`): update the statistics, and choose the next token's slot. Grid: (R,).
 
-    mass: softmax weights [R, G, attended], if ASKED; rank, position: [R, slots]; states: one array a number, [R, slots] with
-    a stride of its statistic's width (WIDTHS); free: [R], counted
-    from `first`; layers: [L], of `rows_of_layer` rows each; head_indices: [R], if HEAD; prompts: [R / heads], if PROMPT. MOST:
-    the maximum over query heads is asked for. If PLACE, the clock of `attend` is moved on.
+    mass: softmax weights [R, G, attended], if ASKED; rank, position: [R, slots]; states: one array per number, [R, slots] with
+    the stride of its statistic's width (WIDTHS); free: [R], counted from `first`; layers: [L], with `rows_of_layer` rows each;
+    head_indices: [R], if HEAD; prompts: [R / heads], if PROMPT. MOST: a statistic reads the maximum over query heads. PLACE:
+    advance the clock of `attend`.
 
-    Every thread has slots of its own, and barriers keep what is read apart from what is written.
+    Every thread has its own slots, and barriers separate reads from writes.
     """
     r = tl.program_id(0).to(tl.int64)
     row = r * slots

@@ -1,7 +1,7 @@
-"""RoPE and the merge with the sinks for CUDA, in Triton: one pass over memory each.
+"""RoPE, and the merge of window and sinks, for CUDA in Triton. Each kernel passes over memory once.
 
-PyTorch would go through float32 and complex intermediates, several times the bytes. Both kernels read vectors as the model makes
-them or with paired dims side by side, compute in float32 and write paired dims side by side.
+PyTorch would need float32 and complex intermediates, which are several times larger. Both kernels read vectors in the model's
+order of dims or with paired dims adjacent, compute in float32, and write paired dims adjacent.
 
 Axis letters: B streams, N heads, T tokens, E sinks, D head dim, P pairs of dims, rounded up to a power of two.
 """
@@ -18,9 +18,9 @@ import triton.language as tl
 
 @triton.jit
 def load_pairs(base, t, step, here, HALVES: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Load vectors that are `step` elements apart: re, im [BLOCK, P] float32. t: [BLOCK] int64, loaded where `here`.
+    """Load vectors t, which are `step` elements apart, where `here`. t: [BLOCK] int64 -> re, im [BLOCK, P] float32.
 
-    HALVES: 0 if paired dims are neighbours; else dim p of the first 2 * HALVES is paired with dim p + HALVES.
+    HALVES: 0 if paired dims are adjacent. Otherwise, of the first 2 * HALVES dims, p is paired with p + HALVES.
     """
     p = tl.arange(0, P)
     known = here[:, None] & (p < D // 2)[None, :]
@@ -68,9 +68,9 @@ def rotate(
     P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pair and rotate: x [B, N, T, D], out [B, N, T, D] with these strides; factors [T, D / 2, 2]. Grid: (B * N, blocks of T).
+    """Pair the dims of vectors, and rotate the vectors if ROTATES. Grid: (B * N, blocks of T).
 
-    If not ROTATES, `factors` is not read and vectors are only paired.
+    x, out: [B, N, T, D] with the given strides. factors: [T, D / 2, 2], read if ROTATES.
     """
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     t, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 2 * P)
@@ -108,9 +108,10 @@ def merge(
 ):
     """Add the sinks to the softmax over a window. Grid: (B * N, blocks of T).
 
-    query: unrotated [B, N, T, D], with these strides; factors: of the query, [T, D / 2, 2], read if ROTATES. keys: rotated, pairs
-    side by side, and values: of the sinks [B * N / group, E, D]. near: the window's attention [B * N, T, D], and log_sum
-    [B * N, T] float32. out: like near, and may be the same. Query t sees sink e apart from its window where e < t + gap.
+    query: unrotated, [B, N, T, D] with the given strides; factors: RoPE of the query, [T, D / 2, 2], read if ROTATES. keys:
+    rotated keys of the sinks, paired dims adjacent, and values: values of the sinks, [B * N / group, E, D]. near: attention to
+    the window, [B * N, T, D]; log_sum: [B * N, T] float32. out: like near; both may be one tensor. Query t sees sink e, which is
+    before its window, if e < t + gap.
     """
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     t, p, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, P), tl.arange(0, 2 * P)
@@ -121,7 +122,7 @@ def merge(
         re, im = turned(re, im, factors, t, here, D, P)
     most = tl.load(log_sum + n * tokens + t, mask=here, other=0.0)
     weighted = tl.load(near + cells, mask=known, other=0.0).to(tl.float32)
-    total = tl.full((BLOCK,), 1.0, tl.float32)  # of exponentials, relative to `most`: the window's own comes to 1
+    total = tl.full((BLOCK,), 1.0, tl.float32)  # sum of exponentials relative to `most`; the window's sum is 1
     for e in range(sinks):
         sink = (n // group * sinks + e) * D
         key_re = tl.load(keys + sink + 2 * p, mask=p < D // 2, other=0.0).to(tl.float32)
@@ -133,5 +134,5 @@ def merge(
         kept, weight = tl.exp(most - highest), tl.exp(score - highest)
         weighted = weighted * kept[:, None] + weight[:, None] * value[None, :]
         total, most = total * kept + weight, highest
-    tl.debug_barrier()  # `near` may be `out`
+    tl.debug_barrier()  # `near` and `out` may be one tensor
     tl.store(out + cells, (weighted / total[:, None]).to(out.dtype.element_ty), mask=known)

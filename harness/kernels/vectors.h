@@ -1,4 +1,4 @@
-/* One KV head's step: its dims, RoPE of a vector, and dot products. This is a template: compiler.py puts the dims in.
+/* Step of one KV head: dims, RoPE of a vector, and dot products. This is a template: compiler.py inserts the dims.
 
    Axis letters: G query heads of a KV head, P pairs of dims, D key dim, E value dim. */
 
@@ -25,7 +25,7 @@ static inline wide product(wide a, wide b) {
 #define WIDE 1
 #endif
 
-/* Rotates one vector by the RoPE factors `low` times `high` [D], complex numbers; by `low` alone if `high` is null. */
+/* Rotates a vector by the RoPE factors `low` times `high` [D], complex numbers; by `low` alone if `high` is null. */
 static inline void rotate(float *restrict out, const float *restrict x, const float *restrict low, const float *restrict high) {
     int d = 0;
 #if WIDE > 1
@@ -56,7 +56,7 @@ static inline float dot(const float *restrict a, const float *restrict b) {
     return total;
 }
 
-/* The position at which RoPE puts the token of a slot. */
+/* Returns the position that RoPE gives to the token of a slot. */
 static inline int64_t angle(int64_t mode, int64_t rank, int64_t position, int64_t step, int64_t limit) {
     if (mode == BY_RANK) return rank;
     if (mode == BY_POSITION || mode == ROTATED) return position;

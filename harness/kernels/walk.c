@@ -1,8 +1,8 @@
-/* The walk of one block through one layer, as one loop. This is a template: compiler.py puts a policy's expressions in.
+/* Walk of one block through one layer, as one loop. This is a template: compiler.py inserts a policy's expressions.
 
-   At every step, keys are rotated by their rank or by their distance from the query, unless they are already rotated.
+   At every step, keys are rotated by their rank or by their distance from the query, unless they are stored rotated.
 
-   A head's tokens are ordered oldest first, so that a token's index is its rank; evicting closes the gap. The slots are the last
+   The tokens of a head are ordered oldest first, so that a token's index is its rank; an eviction closes the gap. Slots are the last
    axis of K and V, so that the loops over slots vectorise.
 
    Axis letters: N rows (stream, KV head), G query heads of a KV head, T tokens, S slots, P pairs of dims, D head dim. */
@@ -14,28 +14,28 @@
 
 enum { ALREADY_ROTATED, BY_RANK, BY_DISTANCE };
 
-/* The numbers of a token in slot s. states: [NUMBERS, S]. */
+/* Returns the numbers of the token in slot s. states: [NUMBERS, S]. */
 static inline State loaded(const float *states, int64_t slots, int64_t s) {
     State state = {{0}};
     for (int i = 0; i < NUMBERS; i++) state.of[i] = states[i * slots + s];
     return state;
 }
 
-/* The token of the lowest worth, and the oldest of equals, among those that are not gone. It is marked as gone. */
+/* Chooses the token of the lowest worth, and the oldest of equals, among tokens that are not gone. Marks the token as gone. */
 static inline int64_t evict(float *restrict worth, char *restrict gone, int64_t count) {
     int64_t victim = -1;
     float least = INFINITY;
     for (int64_t s = 0; s < count; s++)
         if (worth[s] < least) { least = worth[s]; victim = s; }
-    if (victim < 0)  /* all are worth infinitely much */
+    if (victim < 0)  /* all tokens have worth infinity */
         for (victim = 0; gone[victim];) victim++;
-    worth[victim] = NAN;  /* compares with nothing */
+    worth[victim] = NAN;  /* skipped by comparisons */
     gone[victim] = 1;
     return victim;
 }
 
-/* Closes the gaps that tokens have left in an array of numbers of `size` bytes. victims: `evicted` of them in ascending order, and
-   then the number of tokens. */
+/* Closes the gaps of evicted tokens in an array of numbers of `size` bytes. victims: indices of the `evicted` tokens in ascending
+   order, followed by the number of tokens. */
 static inline void close_gaps(void *array, const int64_t *victims, int64_t evicted, size_t size) {
     for (int64_t i = 0; i < evicted; i++)
         memmove((char *)array + (size_t)(victims[i] - i) * size, (char *)array + (size_t)(victims[i] + 1) * size,
@@ -45,11 +45,11 @@ static inline void close_gaps(void *array, const int64_t *victims, int64_t evict
 /* Walks a block. Returns 0, or -1 if there is no memory.
 
    query: rotated and scaled, [N, T, 2, P, G], real parts, then imaginary parts. key: [N, T, 2, P]. value: [N, T, D].
-   held_key: [N, 2, P, S], held_value: [N, D, S], position: [N, S], state: [N, NUMBERS, S]: of the `held` tokens, oldest first;
-   changed. written: first values of a token's numbers, [N, T, NUMBERS] with strides of their own. head: in the model's layer, [N].
-   prompt: tokens, [N / heads]. rotation: how keys are rotated, see above. cosine, sine: of every angle, [P, angles]; with
-   BY_DISTANCE the query is at the last of them. first: step of the first token. When `full` tokens are held, `every` of them are
-   evicted. window: sliding window of the layer, 0 if none. out: [T, N, G, D], written. */
+   held_key: [N, 2, P, S], held_value: [N, D, S], position: [N, S], state: [N, NUMBERS, S]: entries of the `held` tokens, oldest first,
+   which are changed. written: first values of a token's numbers, [N, T, NUMBERS] with any strides. head: index of the head in the
+   model's layer, [N]. prompt: prompt length, [N / heads]. rotation: rotation of keys, see above. cosine, sine: cosine and sine of every
+   angle, [P, angles]; with BY_DISTANCE, the query has the last angle. first: step of the first token. When `full` tokens are held,
+   `every` of them are evicted. window: sliding window of the layer; 0 if none. out: receives the output, [T, N, G, D]. */
 int64_t walk(const float *restrict query, const float *restrict key, const float *restrict value, float *restrict held_key,
              float *restrict held_value, int64_t *restrict position, float *restrict state, const float *restrict written,
              const int64_t *restrict head, const int64_t *restrict prompt, const float *restrict cosine,
