@@ -1,1 +1,1 @@
-"""Prepares, measures and estimates the cells of a suite and shows progress; checks policies."""
+"""Prepare, measure and estimate the cells of a suite, show progress, and check policies."""

@@ -1,4 +1,4 @@
-"""The arguments of `kvbench.Cache`, and those of the calls that carry one."""
+"""Check the arguments of `kvbench.Cache`, and of model calls with such a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.suite import policy_with
 from kvbench.policies import Policy
 
-_OPTION = "kvbench.Cache"  # that messages name
+_OPTION = "kvbench.Cache"  # name in messages
 _UNDERSTOOD = {
     "input_ids",
     "attention_mask",
@@ -24,13 +24,13 @@ _UNDERSTOOD = {
     "return_dict",
     "position_ids",
     "cache_position",
-    "use_cache",  # which the decoder knows without being told
-    "tokenizer",  # of `stop_strings`: generate passes it on to the model, too
+    "use_cache",  # the decoder always uses its cache
+    "tokenizer",  # needed for `stop_strings`; generate passes it on to the model
 }
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse a call that wants more than logits, or has no tokens."""
+    """Refuse a call that requests more than logits, or has no tokens."""
     others = [k for k, v in given.items() if k not in _UNDERSTOOD and v is not None and v is not False]
     tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
     if others or tokens is None:
@@ -45,10 +45,10 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
 
 
 def policy_of(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]) -> Policy:
-    """The policy that was asked for.
+    """Return the requested policy.
 
     Raises:
-        UserError: there is none of this name, or a parameter has a mistake.
+        UserError: there is no policy of this name, or a parameter has a mistake.
     """
     if isinstance(policy, Policy) and not parameters:
         policy_with(type(policy).__name__, type(policy), {f.name: getattr(policy, f.name) for f in fields(policy)}, _OPTION)
@@ -61,10 +61,10 @@ def policy_of(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]
 
 
 def whole_number(name: str, value: Any, least: int, most: int) -> int:
-    """A whole number, also one of NumPy or PyTorch.
+    """Return a whole number, which may come from NumPy or PyTorch, as an int.
 
     Raises:
-        UserError: it is none, or out of range.
+        UserError: the value is not a whole number, or out of range.
     """
     try:
         number = index(value)

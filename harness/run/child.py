@@ -1,7 +1,8 @@
-"""Measures a group of cells in a child process.
+"""Measure a group of cells in a child process.
 
-On a CPU, a task may ask for it for each cell, so that the process's peak memory is that of the cell. After a failed capture of a
-CUDA graph, the groups of cells that follow are measured so, because the capture may have harmed the run's own process.
+On a CPU, a task may request a child process for each cell, so that the peak memory of the process is that of the cell. After a
+failed capture of a CUDA graph, all later groups are measured in child processes, because the capture may have damaged the state
+of the run's own process.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class ChildError(RuntimeError):
 
 
 def measure(order: Order, references: Sequence[Record | None], progress: Callable[[int, str], None]) -> GroupOutcomes:
-    """Measure the only group of an order in a new process, which does not outlive this one, nor this call.
+    """Measure the only group of an order in a new process, which ends before this call returns.
 
-    `references` has a record for each cell that is compared with one; `progress` gets the tokens done and the figure so far.
+    Args:
+        references: record that each cell is compared with; None for cells without a reference.
+        progress: called with the number of tokens done and the figure so far.
 
     Raises:
-        UserError: the child raised one; its model can't be driven exactly, for example.
+        UserError: the child raised a `UserError`, e.g. because the model can't be driven exactly.
         ChildError: the child failed.
         MemoryError: the child was killed, as the system does with a process that takes too much memory.
         RuntimeError: the child ended without an answer.
@@ -79,11 +82,11 @@ def _conversation(connection: Connection, request: Any, progress: Callable[[int,
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """Start a process that Ctrl-C does not reach, because the run ends it, and that does not run the user's script again.
+    """Start processes that Ctrl-C does not reach and that do not run the user's script again, in this context.
 
-    Without the latter, every script that measures would need the guard `if __name__ == "__main__"`.
+    The run ends such processes itself. If they ran the script again, every script would need `if __name__ == "__main__"`.
     """
-    resource_tracker.ensure_running()  # it would unblock SIGINT
+    resource_tracker.ensure_running()  # starting it later would unblock SIGINT
     main, blocked = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -94,7 +97,10 @@ def _unnoticed() -> Iterator[None]:
 
 
 def run_child(connection: Connection, scratch: str) -> None:
-    """Receive an order, measure, answer: the child's side. It imports torch only once it will end with its parent."""
+    """Run the child process: receive an order, measure it, and send the outcomes.
+
+    torch is imported only after the thread was started that ends the child with its parent.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # stdout is for the records of the run
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone

@@ -20,14 +20,14 @@ from kvbench.harness.run.speeds import Speeds
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 
-_TRIED_BYTES = 2**30  # of weights: larger models, and those that must be downloaded, are not loaded for an estimate
+_TRIED_BYTES = 2**30  # of weights; larger models, and models that must be downloaded, are not loaded for an estimate
 _WALK_OPS = 35  # small tensor operations of the walk, per token and layer
 _MODEL_OPS = 60  # small tensor operations of the model, per block and layer
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, bytes of K/V and of weights of one cell; None if the model's config is not available."""
+    """Estimated seconds, bytes of K/V and bytes of weights of one cell; None if the model's config is not available."""
 
     cell: Cell
     seconds: float | None
@@ -35,7 +35,7 @@ class Estimate:
     weight_bytes: int | None
 
     def cells(self) -> dict[str, Any]:
-        """The row to print."""
+        """Return the row to print."""
         return {
             "cell": self.cell.id[:8],
             "policy": self.cell.name,
@@ -48,20 +48,20 @@ class Estimate:
 
 
 def estimates(cells: Sequence[Cell], device_name: str, tried: bool = False) -> list[Estimate]:
-    """An estimate for every cell on a device. `tried`: small models that are here are loaded, as `Estimator` says."""
+    """Estimate every cell on a device. tried: load small models that are on this machine, as `Estimator` does."""
     return Estimator(device_of(device_name), _TRIED_BYTES if tried else 0).estimates(cells)
 
 
 class Estimator:
-    """Estimates cells on a device. It keeps what it has measured on each model, and the models."""
+    """Estimates cells on a device. Loaded models and their measured speeds are kept."""
 
     def __init__(self, device: torch.device, largest: float, until: float = float("inf")) -> None:
-        """Measure how fast the device is.
+        """Measure the speed of the device.
 
         Args:
-            largest: bytes of weights of the models that are loaded, to read a few tokens under each policy. This takes a second
-                or two a policy. Models that must be downloaded are loaded only if it is infinite.
-            until: moment of `time.monotonic` from which no more policies are tried.
+            largest: maximum bytes of weights of a model that is loaded to read a few tokens under each policy, which takes a
+                second or two per policy. Models that must be downloaded are loaded only if `largest` is infinite.
+            until: moment of `time.monotonic` after which no more policies are tried.
         """
         self._device, self._largest, self._until = device, largest, until
         self._overhead = best_seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
@@ -71,16 +71,19 @@ class Estimator:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds that loading the tried models took."""
+        """Seconds spent on loading models."""
         return sum(speeds.load_seconds for speeds in self._speeds.values() if speeds is not None)
 
     def estimates(self, cells: Sequence[Cell]) -> list[Estimate]:
-        """An estimate for every cell. Cells of one policy, capacity and moment share a check, which counts for the first."""
+        """Estimate every cell. Cells with the same cache configuration share a check, which counts for the first cell."""
         checked = set[Any]()
         return [self._estimate(cell, checked) for cell in cells]
 
     def speeds(self, spec: ModelSpec) -> Speeds | None:
-        """Speeds of a model; None if it is large or not here, or can't be loaded: the run will say why."""
+        """Return the speeds of a model; None if it is large, not on this machine, or can't be loaded.
+
+        The run will report the reason that a model can't be loaded.
+        """
         if spec not in self._speeds:
             shape, self._speeds[spec] = self._shape(spec), None
             here = is_here(spec.id)
@@ -102,7 +105,7 @@ class Estimator:
         return Estimate(cell, seconds, cell.kv_bytes(shape), _weight_bytes(cell.model, shape))
 
     def _measured_seconds(self, cell: Cell, checked: set[Any]) -> float | None:
-        """Seconds of a cell by short reads on its model; None if there are none."""
+        """Return the seconds of a cell from short reads on its model; None without short reads."""
         speeds, work = self.speeds(cell.model), cell.workload
         rates = None if speeds is None else speeds.rates(cell, work.side_by_side, work.length)
         if speeds is None or rates is None:
@@ -113,7 +116,7 @@ class Estimator:
         return check + work.seconds(rates.token, rates.step)
 
     def _shape(self, spec: ModelSpec) -> ModelShape | None:
-        """The shape from the model's config; None if neither directory, cache nor hub has it."""
+        """Return the shape from the model's config; None if neither directory, cache nor hub has a config."""
         if spec not in self._shapes:
             self._shapes[spec] = readable_shape(spec.id, spec.revision, spec.gguf_file)
             if self._shapes[spec] is None:

@@ -1,8 +1,8 @@
-"""`model.generate` of an unmodified Hugging Face model under any policy, by a cache that is passed to it like any other.
+"""`model.generate` of an unmodified Hugging Face model under any policy, by a cache that is passed like any other cache.
 
-A transformers cache is handed keys that are rotated already, and no attention weights, so by itself it could evict only by age,
-and only at positions of the stream. So a call of the model that carries a `Cache` is answered by a decoder, which runs the model
-block by block; every other call goes to the model itself. See `docs/decisions/0028`.
+A transformers cache receives rotated keys and no attention weights. On its own, it could evict only by age, and only with stream
+positions. A model call with a `Cache` is therefore answered by a decoder, which runs the model block by block. All other calls go
+to the model itself. See `docs/decisions/0028`.
 
 Axis letters: B streams, T tokens, K tokens whose logits are returned, V vocabulary.
 """
@@ -37,14 +37,14 @@ _BLOCK = 4096  # tokens per forward pass, all streams together
 
 
 class Cache(AnsweringCache):
-    """Holds a decoder. To `generate` it is as long as the text it has read, whatever it keeps of it."""
+    """Cache with a decoder inside. For `generate`, its length is the number of tokens read, evicted tokens included."""
 
-    _decoder: Decoder | None  # None until something is read
+    _decoder: Decoder | None  # None until tokens are read
     _streams: int  # B
-    _seen: int  # tokens read of each text, padding included
-    _prompt: int | Tensor  # tokens of each text, without padding, before the first that came alone. [B] if they differ
-    _padding: Tensor | None  # tokens read that are padding; None: none. [B]
-    _in_prompt: bool  # none has come alone yet
+    _seen: int  # number of tokens read of each text, padding included
+    _prompt: int | Tensor  # tokens of each text, without padding, before the first single token. [B] if they differ
+    _padding: Tensor | None  # number of padding tokens read; None without padding. [B]
+    _in_prompt: bool  # no single token was read yet
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class Cache(AnsweringCache):
         rope_length: int | None = None,
         **parameters: Any,
     ) -> None:
-        """An empty cache for texts that are read side by side.
+        """Create an empty cache for texts that are read side by side.
 
         Args:
-            model: whose calls may carry the cache, in evaluation mode. While it has such caches, its `forward` is ours.
+            model: model to call with the cache, in evaluation mode. Its `forward` is replaced as long as it has such caches.
             policy: a name, `file.py:Class`, a class, or an instance.
             capacity: tokens per KV head kept between steps; None for a policy that never evicts.
-            positions: where RoPE puts a cached token: `cache`, `stream` or `clamped`.
+            positions: position that RoPE gives to a cached token: `cache`, `stream` or `clamped`.
             evict: `step`, `prompt`, `{"every": TOKENS}` or `{"pages": TOKENS}`.
             limit: largest distance with positions `clamped`, in tokens; the model's training length when None.
-            kv: how K and V are stored: `dtype`, `int4` or a mapping, as a suite writes it.
-            fast: use the fastest method that agrees with the plain walk. It is found when a cache of this configuration first
-                reads a text, in about a second.
+            kv: format of stored K and V: `dtype`, `int4` or a mapping, as in a suite.
+            fast: use the fastest method that agrees with the plain walk. The method is chosen when a cache of this configuration
+                first reads a text, which takes about a second.
             rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
-            **parameters: of the policy.
+            **parameters: parameters of the policy.
 
         Raises:
             UserError: the model can't be driven exactly, or an argument has a mistake; the message is one line.
@@ -106,11 +106,11 @@ class Cache(AnsweringCache):
         self.reset()
 
     def report(self) -> dict[str, Any]:
-        """Return what the cache holds, as plain values. Syncs with the host.
+        """Return configuration and content of the cache as plain values. Syncs with the host.
 
-        `seen` are the tokens read of each text, padding included, and `kept` those held, the mean over texts, layers and KV
-        heads. Bytes are those of all texts together: of K and V of the tokens held, of all slots for K and V, and of everything
-        else (ranks, positions, statistics).
+        `seen` is the number of tokens read of each text, padding included. `kept` is the mean number of tokens held, over texts,
+        layers and KV heads. Bytes are totals over all texts: `held_bytes` for K and V of the tokens held, `allocated_bytes` for
+        all slots of K and V, and `state_bytes` for everything else (ranks, positions, statistics).
         """
         config, decoder = self._config, self._decoder
         held, allocated, state = (0, 0, 0) if decoder is None else (decoder.held_bytes, decoder.kv_bytes, decoder.state_bytes)
@@ -135,19 +135,19 @@ class Cache(AnsweringCache):
         return f"Cache({', '.join(f'{name}={value!r}' for name, value in self.report().items())})"
 
     def reset(self) -> None:
-        """Forget all texts, so that others can be read."""
+        """Remove all texts, so that new texts can be read."""
         self._decoder, self._streams = None, 0
         self._seen, self._prompt, self._padding, self._in_prompt = 0, 0, None, True
 
     def fork(self) -> Self:
-        """A cache that has read the same, to go on from a prompt in several ways. The model is not copied."""
+        """Return a copy of the cache, e.g. to continue a prompt in several ways. The model is not copied."""
         other = object.__new__(type(self))
         for name, value in vars(self).items():
             setattr(other, name, value)
         other._select(range(self._streams))
         return other
 
-    __copy__ = fork  # the same decoder in two caches would read the texts of both
+    __copy__ = fork  # a decoder in two caches would read the texts of both
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
@@ -163,7 +163,7 @@ class Cache(AnsweringCache):
         """Answer a call of the model. given: its arguments by name.
 
         Raises:
-            UserError: the call does not fit what the cache has read, or asks for what it can't give. The cache is unchanged.
+            UserError: the call does not continue the texts in the cache, or requests unsupported results. The cache is unchanged.
         """
         if hf is not self._route.hf:
             self.update()
@@ -177,17 +177,17 @@ class Cache(AnsweringCache):
         self._refuse_late_prompt(tokens.shape[1], valid, keep)
         try:
             logits = self._read(tokens.to(hf.device), valid, keep or tokens.shape[1])
-        except BaseException:  # some layers have read what others have not
+        except BaseException:  # perhaps only some layers have read the tokens
             self.reset()
             raise
         out = CausalLMOutputWithPast(logits=logits, past_key_values=self)
         return out.to_tuple() if given.get("return_dict") is False else out
 
     def _valid(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The tokens that are no padding; None if all are. [B, T] bool.
+        """Return the tokens that are not padding; None if there is no padding. [B, T] bool.
 
         Raises:
-            UserError: there are no tokens, or they don't go on from what the cache has read.
+            UserError: there are no tokens, or they don't continue the texts in the cache.
         """
         if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int32, torch.int64):
             kind, shape = str(tokens.dtype).removeprefix("torch."), list(tokens.shape)
@@ -208,9 +208,9 @@ class Cache(AnsweringCache):
         return None if bool(valid.all()) else valid
 
     def _refuse_other_place(self, tokens: Tensor, valid: Tensor | None, positions: Tensor | None) -> None:
-        """Refuse tokens that don't follow those read, going by their positions, with padding or without. [..., T] int64.
+        """Refuse tokens whose positions don't follow those of the tokens read. positions: [..., T] int64.
 
-        Without a cut of what was read, `generate` passes a prompt again that is no longer than it.
+        Positions may count padding or not. `generate` passes a whole prompt again if it is no longer than the text read.
         """
         if positions is None:
             return
@@ -230,10 +230,10 @@ class Cache(AnsweringCache):
         )
 
     def _refuse_late_prompt(self, count: int, valid: Tensor | None, keep: int) -> None:
-        """Refuse what a prompt that is cut at its end can't be.
+        """Refuse a prompt that can't be cut at its end.
 
         Raises:
-            UserError: it comes in parts, its texts differ in length, or logits before its end are wanted.
+            UserError: the prompt comes in parts, its texts differ in length, or logits before its end are requested.
         """
         if self._config.evict != "prompt" or not self._in_prompt or (self._decoder is not None and count == 1):
             return
@@ -245,7 +245,7 @@ class Cache(AnsweringCache):
             raise UserError("evict 'prompt' gives the logits after the prompt's last token alone: pass logits_to_keep=1")
 
     def _read(self, tokens: Tensor, valid: Tensor | None, keep: int) -> Tensor:
-        """Read what comes next of every text. keep: of how many of the last tokens to return logits. -> [B, K, V]."""
+        """Read the next tokens of every text. keep: number of last tokens whose logits to return. -> [B, K, V]."""
         (streams, count), first, evict = tokens.shape, self._decoder is None, self._config.evict
         block = max(1, _BLOCK // streams)
         if self._decoder is None:
@@ -275,21 +275,21 @@ class Cache(AnsweringCache):
             return remembered_check(self._route.model, self._config, streams).method
 
     def _select(self, texts: Sequence[int]) -> None:
-        """Hold these texts instead of all, some more than once."""
+        """Replace all texts by a selection of them, in which a text may repeat."""
         if self._decoder is not None:
             self._decoder, self._streams, self._in_prompt = self._decoder.fork(texts), len(texts), False
             self._padding = None if self._padding is None else self._padding[list(texts)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read of each text, padding included: `generate` passes on only what comes after them."""
+        """Return the number of tokens read of each text, padding included. `generate` passes only later tokens."""
         return self._seen
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: a text may have any length."""
+        """Return -1: a text may have any length."""
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue each beam from the one it came from."""
+        """Replace each beam by the beam that it continues."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -297,20 +297,20 @@ class Cache(AnsweringCache):
         self._select(torch.arange(self._streams)[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Continue every text in several ways."""
+        """Repeat every text `repeats` times."""
         self._select([text for text in range(self._streams) for _ in range(repeats)])
 
     def crop(self, *_: Any) -> None:
-        """Refuse to forget the newest tokens: the evicted ones don't come back."""
+        """Refuse to remove the newest tokens, because evicted tokens can't be restored."""
         raise UserError("a kvbench.Cache can't take tokens back: leave out assistant_model, prompt_lookup_num_tokens and crop")
 
-    activate_past_recording = crop  # what assisted decoding does first
+    activate_past_recording = crop  # assisted decoding calls it first
 
     @property
     def is_croppable(self) -> bool:
-        """False: evicted tokens don't come back."""
+        """False, because evicted tokens can't be restored."""
         return False
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Refuse K and V, which come from a model, or a part of one, that this cache was not made for."""
+        """Refuse K and V of a layer. They come from another model, or from a direct call of a part of the model."""
         raise UserError("this kvbench.Cache belongs to another model, or its layers were called: make one for the model you call")

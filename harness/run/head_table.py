@@ -1,4 +1,4 @@
-"""Measures how much each KV head retrieves, and writes the table that `headkv` and `duo_attention` read.
+"""Measure how much each KV head retrieves, and write the table that `headkv` and `duo_attention` read.
 
 A sequence of random tokens is read twice in a row. In the second copy, a head that retrieves attends to the token that followed
 the same token in the first copy. Its score is the share of attention that goes there.
@@ -24,14 +24,14 @@ from kvbench.harness.engine.rotary import rotate
 
 
 class _Retrieval:
-    """Answers a model's attention densely, and notes how much goes to the token after the earlier copy."""
+    """Attention backend with full attention that records the share of attention to the token after the earlier copy."""
 
     def __init__(self, model: Model, copy: int) -> None:
         self._model, self._copy = model, copy
         self.scores: dict[int, Tensor] = {}  # by layer, [H]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """[B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
+        """Compute the attention of one layer. [B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
         shape, tokens = self._model.layers[layer], keys.shape[2]
         positions = torch.arange(tokens, device=keys.device)
         if shape.rotation is not None:
@@ -53,9 +53,9 @@ class _Retrieval:
 
 @torch.inference_mode()
 def retrieval_scores(model: Model, tokens: int = 64, streams: int = 16, seed: int = 0) -> list[list[float]]:
-    """The share of attention with which each KV head retrieves: that of its best query head. [L][H].
+    """Return the retrieval score of each KV head, which is that of its best query head. [L][H].
 
-    The mean over `streams` sequences of `tokens` random tokens, each repeated once.
+    Scores are means over `streams` sequences of `tokens` random tokens, each read twice.
     """
     vocabulary = model.hf.config.get_text_config().vocab_size
     draw = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Keep maps: notes which positions every layer and KV head keeps, at chosen steps, and turns a map into a table to replay.
+"""Keep maps: record the positions that every layer and KV head keeps at chosen steps, and convert a map for replay.
 
 The task's decoder is wrapped. The wrapper splits blocks at the chosen steps, which changes numbers by no more than rounding, and
 waits for the device only there.
@@ -32,10 +32,10 @@ _POSITIONS_PER_ROW_GROUP = 2**20
 
 
 def mapped_steps(item: Prepared, steps: KeepSteps) -> list[int] | None:
-    """The steps of a cell's keep map; None if it has none: the policy keeps no cache of ours, or the task reads no plain streams.
+    """Return the steps of a cell's keep map; None if the policy has no cache of ours, or the task reads no plain streams.
 
     Raises:
-        UserError: its streams have no such step.
+        UserError: the cell's streams have no such step.
     """
     tokens = item.task.tokens_read(item.cell.task, item.data)
     policy = item.cell.policy
@@ -43,7 +43,7 @@ def mapped_steps(item: Prepared, steps: KeepSteps) -> list[int] | None:
 
 
 def steps_wanted(item: Prepared, keep: KeepSteps) -> str | None:
-    """The steps that a finished record's keep map must be of; None if the record needs no map."""
+    """Return the steps that a finished record's keep map must contain; None if the record needs no map."""
     return None if mapped_steps(item, keep) is None else keep.text
 
 
@@ -61,13 +61,10 @@ def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
 
 
 class KeepMapWriter:
-    """A keep map while it is written: a parquet file with a row per stream, chosen step, layer and KV head."""
+    """Writer of a keep map: a parquet file with a row per stream, chosen step, layer and KV head."""
 
     def __init__(self, path: Path, keep: KeepSteps, steps: Sequence[int]) -> None:
-        """Begin the file.
-
-        `keep` is the option that chose the steps.
-        """
+        """Open the file. keep: option that chose the steps."""
         pa, parquet = arrow()
         self._path, self._keep = path, keep
         self._schema = pa.schema(
@@ -88,11 +85,11 @@ class KeepMapWriter:
         )
         self._table: Any = pa.table
         self._rows: list[tuple[int, int, int, int, list[int]]] = []
-        self._positions = 0  # in these rows
-        self._left = set(steps)  # steps that have not been noted
+        self._positions = 0  # number of positions in these rows
+        self._left = set(steps)  # steps that are not recorded yet
 
     def recorded(self, job: Job) -> Job:
-        """The job with a decoder that writes this map."""
+        """Return the job with a decoder that writes this map."""
 
         def opened(*args: Any) -> Decoder:
             decoder = job.open(*args)
@@ -102,11 +99,11 @@ class KeepMapWriter:
         return dataclasses.replace(job, open=opened)
 
     def cuts(self, first: int, stop: int) -> list[int]:
-        """The steps of a block after which something is to be noted. The block holds the steps from `first` to `stop` - 1."""
+        """Return the chosen steps in a block that holds the steps from `first` to `stop` - 1."""
         return sorted(step for step in self._left if first <= step < stop)
 
     def add(self, step: int, kept: Sequence[Sequence[Sequence[list[int]]]]) -> None:
-        """Note the positions kept after a step, per layer, stream and KV head."""
+        """Record the positions kept after a step, by layer, stream and KV head."""
         self._left.remove(step)
         for layer, of_layer in enumerate(kept):
             for stream, of_stream in enumerate(of_layer):
@@ -123,7 +120,7 @@ class KeepMapWriter:
         return KeepMapFile(self._path, self._keep.text)
 
     def discard(self) -> None:
-        """Remove the file, unless it is in its place."""
+        """Remove the file, unless it was moved to its place."""
         self._writer.close()
         self._path.unlink(missing_ok=True)
 
@@ -134,7 +131,7 @@ class KeepMapWriter:
 
 
 class RecordingDecoder:
-    """A decoder of streams of equal length that notes what it keeps after chosen steps. Its forks note nothing."""
+    """Decoder of streams of equal length that records the positions kept after chosen steps. Its forks record nothing."""
 
     def __init__(self, decoder: CachedDecoder, keep_map: KeepMapWriter) -> None:
         self._decoder, self._map = decoder, keep_map
@@ -156,7 +153,7 @@ class RecordingDecoder:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
-        """Read the prompt; see `Decoder`. What is kept within a prompt that is cut at its end is not known before."""
+        """Read the prompt; see `Decoder`. A prompt that is cut at its end has no kept positions before its end."""
         if once or self._decoder.config.evict == "prompt":
             logits = self._decoder.read_prompt(tokens, block, once)
             self._tokens_read = tokens.shape[1]
@@ -167,21 +164,21 @@ class RecordingDecoder:
         return read_blocks(cast(Decoder, self), tokens, block)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the decoder's own; a fork notes nothing."""
+        """Return an attribute of the wrapped decoder. A fork therefore records nothing."""
         return getattr(self._decoder, name)
 
 
 def _parts(cuts: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
-    """The parts of a block of `count` tokens that is cut at these places."""
+    """Return the (start, stop) of each part of a block of `count` tokens that is cut at these places."""
     ends = [*cuts] if cuts and cuts[-1] == count else [*cuts, count]
     return zip([0, *ends], ends, strict=False)
 
 
 def open_map(item: Prepared, store: RecordStore, keep: KeepSteps) -> KeepMapWriter | None:
-    """The keep map of a cell that is about to be measured; None if it can have none.
+    """Open the keep map of a cell before its measurement; None if the cell can't have a keep map.
 
     Raises:
-        OSError: the folder of its record can't be written to.
+        OSError: the folder of the record can't be written to.
     """
     steps = mapped_steps(item, keep)
     return None if steps is None else KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), keep, steps)

@@ -1,4 +1,4 @@
-"""The records of a run: groups of cells go to whoever measures them, and outcomes and progress come back."""
+"""Records of a run: the groups of cells to measure, their outcomes and their progress."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell, labels
 
-Wanted = Callable[[Sequence[Cell], Mapping[str, Record]], bool]  # whether to measure a group's cells; gets the records so far
-Group = Sequence[Prepared]  # what is measured at once: one cell, or the cells of one model and task side by side
+Wanted = Callable[[Sequence[Cell], Mapping[str, Record]], bool]  # returns whether to measure a group; gets the records so far
+Group = Sequence[Prepared]  # cells measured at once: one cell, or the cells of one model and task side by side
 
 
 def groups(prepared: Sequence[Prepared]) -> list[Group]:
-    """Cells that are measured at once: one alone, or those of one model, task and seed if the task measures side by side."""
+    """Group the cells that are measured at once: single cells, or all of a model, task and seed for tasks that measure time."""
     by_key: dict[str, list[Prepared]] = {}
     for item in prepared:
         cell = item.cell
@@ -34,17 +34,17 @@ def groups(prepared: Sequence[Prepared]) -> list[Group]:
 
 
 def needs_machine(group: Group) -> bool:
-    """Whether nothing else may run on the machine meanwhile: its figures are times or memory."""
+    """Return whether a group must run alone on its machine, because its figures are times or memory."""
     return group[0].task.measures in OF_MACHINE
 
 
 @dataclass(frozen=True)
 class KeepMapFile:
-    """A finished keep map.
+    """Finished keep map.
 
     Attributes:
-        content: file that holds it, or the bytes of that file.
-        steps: that were asked for.
+        content: file of the map, or the content of the file.
+        steps: requested steps, as in `KeepSteps.text`.
     """
 
     content: Path | bytes
@@ -53,13 +53,13 @@ class KeepMapFile:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A measured cell.
+    """Outcome of a cell's measurement.
 
     Attributes:
-        metrics: its figures; None if it failed.
-        failure: why it failed; None if it went well.
-        trace: file with its trace, or the content; None if there is none.
-        keep_map: None if none was asked for, the task has none, or it failed.
+        metrics: figures of the cell; None if it failed.
+        failure: error of the cell; None if it succeeded.
+        trace: file of the trace, or the content of the file; None if there is no trace.
+        keep_map: keep map of the cell; None if it was not requested, the task has no keep maps, or the cell failed.
     """
 
     facts: dict[str, Any]
@@ -69,7 +69,7 @@ class Outcome:
     keep_map: KeepMapFile | None = None
 
     def with_contents(self) -> Outcome:
-        """The outcome with the content of its files, for another process."""
+        """Return the outcome with the content of its files, for another process."""
         kept = self.keep_map
         if kept is not None and isinstance(kept.content, Path):
             kept = KeepMapFile(kept.content.read_bytes(), kept.steps)
@@ -81,51 +81,53 @@ Done = Callable[[Prepared, Outcome], None]
 
 
 def trace_suffix(item: Prepared) -> str:
-    """End of the name of a cell's trace."""
+    """Return the end of the file name of a cell's trace."""
     return item.task.trace or ".trace"  # a task without a trace leaves the file empty
 
 
 class RunWatcher:
-    """Receives the progress of a run. This one ignores it."""
+    """Receives the progress of a run. This base class ignores it."""
 
     def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
-        """A cell, or a group of cells side by side, starts. It has `total` tokens; 0 if tokens don't measure its progress.
+        """Receive the start of a cell, or of a group of cells side by side.
 
-        worker: that measures it; empty if this process does.
+        Args:
+            total: number of tokens; 0 if tokens don't measure the progress.
+            worker: name of the worker that measures; empty for this process.
         """
 
     def advance(self, tokens: int, text: str, worker: str = "") -> None:
-        """`tokens` of what the worker measures are done; `text` is the figure so far."""
+        """Receive the progress of a worker. tokens: number of tokens done; text: figure so far."""
 
     def idle(self, worker: str) -> None:
-        """A worker measures nothing now."""
+        """Receive that a worker measures nothing now."""
 
     def note(self, label: str, text: str) -> None:
-        """Something worth knowing about a policy; nothing if empty."""
+        """Receive a note about a policy; there is no note if `text` is empty."""
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
-        """A cell has its record; `skipped` if an earlier run wrote it."""
+        """Receive the record of a cell; `skipped` if an earlier run wrote it."""
 
 
 class Ledger:
-    """The records of a run so far.
+    """Records of a run so far.
 
     Attributes:
-        store: folder that they are written to.
+        store: folder of the records.
         watcher: receives the progress.
-        records: by cell id.
+        records: records by cell id.
     """
 
     def __init__(self, store: RecordStore, watcher: RunWatcher, cells: Sequence[Cell]) -> None:
-        """Begin without records. `cells` are all of the run."""
+        """Create a ledger without records. cells: all cells of the run."""
         self.store, self.watcher, self.records = store, watcher, dict[str, Record]()
         self._names = labels(cells)
 
     def begin(self, group: Group, worker: str = "") -> None:
-        """Say that a group starts.
+        """Report that a group starts.
 
         Raises:
-            UserError: the clock is wrong, which is better reported now than after the measurement.
+            UserError: the clock is wrong. The check is repeated after the measurement.
         """
         for item in group:
             self.store.stamp(item.record, datetime.datetime.now(datetime.UTC))
@@ -134,7 +136,7 @@ class Ledger:
         self.watcher.begin(label, len(self.records) + 1, len(self._names), total, worker)
 
     def references(self, group: Group) -> list[Record | None]:
-        """Return for each cell the record it is compared with while it is measured; None if there is none."""
+        """Return, for each cell, the record that it is compared with during its measurement; None without a reference."""
         return [None if item.cell.reference is None else self.records[item.cell.reference.id] for item in group]
 
     def done(self, item: Prepared, outcome: Outcome) -> None:
@@ -156,7 +158,7 @@ class Ledger:
         self.records[item.cell.id] = record
 
     def _store_keep_map(self, item: Prepared, kept: KeepMapFile | None) -> dict[str, Any]:
-        """Put a keep map in its place, and return the record's fact about it. Without one, that of an earlier record goes."""
+        """Move a keep map to its place, and return the record's fact about it. Without a map, remove an earlier record's map."""
         path = self.store.trace_path(item.record, SUFFIX)
         if kept is None:
             path.unlink(missing_ok=True)
@@ -164,6 +166,6 @@ class Ledger:
         return {"keep_map": {"file": path.name, "sha256": store_content(kept.content, path), "steps": kept.steps}}
 
     def end(self, group: Group, *, skipped: bool = False) -> None:
-        """Say that all cells of a group have their records."""
+        """Report that all cells of a group have records."""
         for item in group:
             self.watcher.end(self._names[item.cell.id], self.records[item.cell.id], skipped)

@@ -1,4 +1,4 @@
-"""Measures a group of cells on this machine: loads the model, runs the task, and turns errors into results."""
+"""Measure a group of cells on this machine: load the model, run the task, and turn errors into results."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ from kvbench.harness.tasks.task import Job, MeasurementError
 
 
 class Machine:
-    """This machine, as it measures one group of cells after the other. It keeps the model that was loaded last."""
+    """Measures groups of cells on this machine, one after another. The last model stays loaded."""
 
     def __init__(self, options: RunOptions, cells: Sequence[Cell], own_process: bool = False) -> None:
-        """Set up the machine, without loading a model.
+        """Prepare, without loading a model.
 
-        `cells` are all that may be measured: a cache that does not fit is reported when its model is loaded. `own_process`: this
-        process is there for one group.
+        Args:
+            cells: all cells that may be measured. A cache that does not fit is reported when its model is loaded.
+            own_process: this process measures a single group.
         """
         self._options, self._cells, self._own_process = options, cells, own_process
         self._spec: ModelSpec | None = None
         self._model: Model | None = None
-        atexit.register(gc.unfreeze)  # else libraries complain of objects that are left at the end
+        atexit.register(gc.unfreeze)  # otherwise libraries complain about objects left at exit
 
     def close(self) -> None:
         """Free the model's memory."""
@@ -64,10 +65,12 @@ class Machine:
     def measure(
         self, group: Group, references: Sequence[Record | None], folder: RecordStore, watcher: RunWatcher, done: Done
     ) -> None:
-        """Measure the cells of a group. `done` gets each cell's outcome as soon as it is known.
+        """Measure the cells of a group.
 
-        `references` has a record for each cell that is compared with one. Traces and keep maps are written to `folder`. `done`
-        may move them away; files that it leaves are removed.
+        Args:
+            references: record that each cell is compared with; None for cells without a reference.
+            folder: folder of traces and keep maps.
+            done: called with each cell's outcome as soon as it is known. It may move files; remaining files are removed.
 
         Raises:
             UserError: the model can't be driven exactly, a cache doesn't fit, or the folder can't be written to.
@@ -88,7 +91,7 @@ class Machine:
                 attempt.discard_files()
 
     def _measure_in_child(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
-        """Measure the cells of a group in a process of its own, with the facts that it notes there."""
+        """Measure the cells of a group in a child process, which also collects the facts."""
         if capture_failure():
             self.close()
         started = time.perf_counter()
@@ -109,7 +112,7 @@ class Machine:
             done(item, outcome)
 
     def _results(self, attempts: Sequence[_Attempt], watcher: RunWatcher) -> Iterator[tuple[_Attempt, float]]:
-        """Run the task. An error that is not the user's is the result of every cell that has no other.
+        """Run the task. An error other than `UserError` becomes the result of every cell that has no result.
 
         Yields:
             Each cell as soon as it has a result, and the seconds of the task's own work so far.
@@ -135,8 +138,8 @@ class Machine:
         """Return the model of a cell.
 
         Raises:
-            UserError: it can't be driven exactly, or one of its caches can't be allocated.
-            MemoryError: it does not fit.
+            UserError: the model can't be driven exactly, or one of its caches can't be allocated.
+            MemoryError: the model does not fit into memory.
         """
         spec, task = item.cell.model, item.task
         if self._model is None or self._spec != spec or not (task.measures == "attention" or self._model.layers):
@@ -147,24 +150,24 @@ class Machine:
             )
             self._spec = spec
             gc.collect()
-            gc.freeze()  # collecting after every cell would look through all of torch and the model: a quarter of a second
+            gc.freeze()  # otherwise a collection scans all of torch, in a quarter of a second
             _check_capacities([cell for cell in self._cells if cell.model == spec], self._model)
         return self._model
 
 
 def _plainly(item: Prepared, options: RunOptions) -> bool:
-    """Whether a cell is measured in plain PyTorch, in a process of its own."""
+    """Return whether a cell is measured in plain PyTorch, in a child process."""
     return item.task.measures == "memory" and options.device.type == "cpu"
 
 
 def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
-    """Refuse caches that can't be allocated beside the weights, before anything is measured with this model."""
+    """Refuse caches that can't be allocated in addition to the weights, before any measurement with this model."""
     free = sum(map(free_bytes, model.devices))
     for cell in cells:
         task, work = plugins.task_class(cell.task.name), cell.workload
         if task.measures in OF_MACHINE:
             continue
-        if not model.layers:  # it is only watched
+        if not model.layers:  # the model is only watched
             if cell.policy.evicts:
                 name = cell.model.id
                 raise UserError(f"{cell.label}: {name} can be looked at, but the loop can't drive it, so only dense has figures")
@@ -177,10 +180,10 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
 def _refuse_wrong_budgets(cell: Cell, prompt: int | None, model: Model) -> None:
     """Refuse a policy whose table of budgets does not fit the model, before anything is measured.
 
-    `prompt` is the length of the cell's prompts, if they have one.
+    prompt: length of the cell's prompts, in tokens; None without prompts.
 
     Raises:
-        UserError: the table has another shape, its budgets don't add up, or heads keep more at least than on average.
+        UserError: the table has another shape, its budgets don't add up, or the minimum per head exceeds the mean.
     """
     if cell.capacity is None:
         return
@@ -194,13 +197,13 @@ def _refuse_wrong_budgets(cell: Cell, prompt: int | None, model: Model) -> None:
 
 
 class _Attempt:
-    """A cell while it is measured.
+    """State of a cell during its measurement.
 
     Attributes:
-        trace: file that its trace is written to.
-        keep_map: None if none was asked for, or the task has none.
-        reference: record of the cell that it is compared with while it is measured; None if there is none.
-        result: its figures, or the error it failed with.
+        trace: file of the trace.
+        keep_map: writer of the keep map; None if it was not requested, or the task has no keep maps.
+        reference: record that the cell is compared with during its measurement; None without a reference.
+        result: figures of the cell, or its error.
     """
 
     def __init__(self, item: Prepared, folder: RecordStore, options: RunOptions, reference: Record | None) -> None:
@@ -235,21 +238,21 @@ class _Attempt:
             self.result = error
 
     def speed(self, task_seconds: float) -> dict[str, float]:
-        """Facts about the seconds of the task's own work; none if the cell failed. Figures that are times have no speed."""
+        """Return the seconds of the task's own work, and the speed unless the task measures time; nothing if the cell failed."""
         if not isinstance(self.result, Metrics):
             return {}
         tokens, seconds = self.result.tokens_read or self.item.data.tokens, {"measured_seconds": round(task_seconds, 3)}
         return seconds if self.item.task.measures == "time" else seconds | {"tokens_per_second": round(tokens / task_seconds, 1)}
 
     def outcome(self) -> Outcome:
-        """Facts, figures or failure, and files for the record."""
+        """Return facts, figures or failure, and files for the record."""
         if not isinstance(self.result, Metrics):
             return Outcome(self.facts, failure=Failure.from_json(failure(self.result)))
         kept = None if self.keep_map is None else self.keep_map.finished()
         return Outcome(self.facts, self.result, trace=self.trace if self.trace.stat().st_size else None, keep_map=kept)
 
     def discard_files(self) -> None:
-        """Remove the files that nobody has moved to their place."""
+        """Remove the files that were not moved to their place."""
         self.trace.unlink(missing_ok=True)
         if self.keep_map is not None:
             self.keep_map.discard()
@@ -282,10 +285,10 @@ def _run_task(
 
 
 def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatcher) -> Job:
-    """The cell's job."""
+    """Create the job of a cell."""
     item, cell = attempt.item, attempt.item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict, cell.kv)
-    if _plainly(item, options):  # a check would take memory of its own
+    if _plainly(item, options):  # a check would use memory itself
         method, block = TOKEN_BY_TOKEN if options.walk else EAGER, options.block or PLAIN_BLOCK_TOKENS
         attempt.facts.update({"block": block, "method": "walk" if options.walk else "as the policy allows"})
         return Job(model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference)
@@ -307,7 +310,7 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatch
 
 
 def _machine_facts(device: torch.device, seconds: float, speed: Mapping[str, float]) -> dict[str, Any]:
-    """Facts about the machine, the seconds that a cell took, and the speed of the task's own work."""
+    """Return facts about the machine, the seconds of a cell, and the speed of the task's own work."""
     packages = ("torch", "transformers", "numpy")
     tf32 = allows_tf32(device)
     return {

@@ -1,7 +1,7 @@
-"""Measures the groups of a run with workers on Ray: on this machine, or on a cluster.
+"""Measure the groups of a run with workers on Ray: on this machine, or on a cluster.
 
-The process that started the run chooses who measures what, writes every record, and shows progress. Ray starts the workers, sends
-what they need, starts them again if they die, and repeats what was lost.
+The process that started the run assigns groups to workers, writes all records, and shows progress. Ray starts the workers, sends
+their inputs, restarts workers that die, and repeats their calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvbench.harness.run.schedule import Schedule, Work
 from kvbench.harness.suite import Cell
 from kvbench.harness.tasks.task import MeasurementError
 
-TRIES = 3  # of a group whose worker dies
+TRIES = 3  # attempts to measure a group whose worker dies
 START_S = 120.0
 TICK_S = 0.5
 
@@ -38,12 +38,14 @@ TICK_S = 0.5
 def ray_executor(
     address: str, workers: int | None, threads: int, device: str, options: RunOptions, cells: Sequence[Cell]
 ) -> Iterator[RayExecutor]:
-    """Start workers. They, and a Ray that this starts, live as long as the context.
+    """Start workers, which end with the context. If this function starts Ray, Ray ends with the context, too.
 
-    The address is HOST:PORT or auto for a cluster, or "local". Without a number of workers, as many as find room are started.
+    Args:
+        address: HOST:PORT or auto for a cluster, or "local".
+        workers: number of workers; None starts as many as there is room for.
 
     Raises:
-        UserError: Ray is not installed, there is no such cluster or no room in it, or a worker has other code.
+        UserError: Ray is not installed, there is no such cluster or no room in it, or a worker's code differs.
     """
     with connected(address) as cluster:
         need = needs(cells[0].resources, device, threads, cluster.gpus)
@@ -56,7 +58,7 @@ def ray_executor(
 
 
 class RayExecutor:
-    """Measures groups by workers that are Ray actors."""
+    """Measures groups with workers that are Ray actors."""
 
     def __init__(self, cluster: Cluster, options: RunOptions, device: str, threads: int) -> None:
         """Plan a run with workers for which the cluster has room, without starting any."""
@@ -67,15 +69,15 @@ class RayExecutor:
 
     @property
     def machine(self) -> MachineFacts:
-        """Device and threads of the first worker, and the least free memory of any."""
+        """Device and threads of the first worker, and the smallest free memory of all workers."""
         machines = [worker.machine for worker in self._workers]
         return replace(machines[0], free_bytes=min(machine.free_bytes for machine in machines))
 
     def start(self, count: int, need: Mapping[str, float]) -> None:
-        """Start `count` workers that take `need` each, and compare their code with ours.
+        """Start `count` workers that reserve `need` each, and compare their code with the code of this process.
 
         Raises:
-            UserError: names the first that does not start, whose code differs, or that lacks the device.
+            UserError: a worker does not start, its code differs, or it lacks the device. The message names the first such worker.
         """
         resources = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0), "memory": need.get("memory")}
         kind = self._ray.remote(max_restarts=-1, max_task_retries=TRIES - 1, scheduling_strategy="SPREAD", **resources)(RayWorker)
@@ -92,16 +94,16 @@ class RayExecutor:
                     raise UserError(f"{worker.label}: {name} is {other}, here it is {ours[name]}: install the same on both")
 
     def stop(self) -> None:
-        """End all workers, if Ray can still do that."""
+        """End all workers, if Ray still answers."""
         if self._cluster.answers():
             for actor in (*(worker.actor for worker in self._workers), self._board):
                 self._ray.kill(actor)
 
     def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
-        """Measure all groups. `cells` are all of the run, finished ones included.
+        """Measure all groups. cells: all cells of the run, finished cells included.
 
         Raises:
-            UserError: a worker lacks a model or data, or finds a mistake, or no worker is left. It names the worker.
+            UserError: a worker lacks a model or data, or finds a mistake, or no worker is left. The message names the worker.
         """
         try:
             order = Order.from_groups(groups, cells, self._options, self._threads)
@@ -116,7 +118,7 @@ class RayExecutor:
 
 
 class _Worker:
-    """A worker as the run sees it: its actor, where that is, facts about its machine, and the group that it measures."""
+    """State of a worker: its actor, the actor's process, facts about its machine, and the number of its group."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self.actor, self.number = name, actor, -1
@@ -128,7 +130,7 @@ class _Worker:
 
 
 class _Loop:
-    """Hands groups to workers until all have records. Workers that find nothing left to do are ended."""
+    """Assigns groups to workers until all groups have records. Workers without further groups are ended."""
 
     def __init__(self, cluster: Cluster, workers: list[_Worker], groups: Sequence[Group], shared: Shared, ledger: Ledger) -> None:
         self._cluster, self._ray, self._workers = cluster, cluster.ray, workers
@@ -162,7 +164,7 @@ class _Loop:
                 self._ray.kill(worker.actor)
 
     def _receive(self, worker: _Worker, ref: Any) -> None:
-        """Write the records of a group, while its worker goes on with the next."""
+        """Write the records of a group, while its worker measures the next group."""
         group, number, errors = self._groups[worker.number], worker.number, self._ray.exceptions
         watcher = self._ledger.watcher
         watcher.idle(worker.label)
@@ -189,7 +191,7 @@ class _Loop:
         self._schedule.recorded(number)
 
     def _show(self) -> None:
-        """Show the progress that the board knows, without waiting for it."""
+        """Show the progress on the board, without waiting for the board."""
         if not self._ray.wait([self._progress], timeout=0)[0]:
             return
         board, self._progress = self._progress, self._shared.board.read.remote()
@@ -201,7 +203,7 @@ class _Loop:
 
 
 def works(groups: Sequence[Group]) -> list[Work]:
-    """Return the groups for the schedule."""
+    """Return the groups as work of the schedule."""
     number_of = {item.cell.id: number for number, group in enumerate(groups) for item in group}
     seconds = {e.cell.id: e.seconds or 1.0 for e in estimates([item.cell for group in groups for item in group], "cpu")}
     works = []
@@ -217,7 +219,7 @@ def _result(ray: Any, worker: _Worker, ref: Any) -> Any:
     """Return the result of a worker's call.
 
     Raises:
-        UserError: the worker raised one, or it never started.
+        UserError: the worker raised a `UserError`, or never started.
         RayError: the worker died.
     """
     try:
@@ -238,7 +240,7 @@ def _last_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Give a list that gets an entry at Ctrl-C: within a callback or a destructor, Python would print it and go on."""
+    """Yield a list that gets an entry at Ctrl-C. Python would ignore a `KeyboardInterrupt` in a callback or destructor."""
     came: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     with contextlib.suppress(ValueError):  # only the main thread gets signals

@@ -1,4 +1,4 @@
-"""How a suite is run, and which steps a keep map holds: the option `--trace kept[=STEPS]`. Imports no torch."""
+"""Options of a run, and steps of keep maps (`--trace kept[=STEPS]`). This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _EXPECTED = "expected kept, kept=all, or kept=STEPS such as kept=128,256,end"
 
 @dataclass(frozen=True)
 class KeepSteps:
-    """The steps after which to note what is kept.
+    """Steps after which kept positions are recorded.
 
     Attributes:
-        text: what the user asked for: empty (the default steps), "all", or a list such as "128,256,end".
+        text: the user's request: empty (the default steps), "all", or a list such as "128,256,end".
     """
 
     text: str = ""
@@ -30,7 +30,7 @@ class KeepSteps:
         """Parse the value of `--trace`.
 
         Raises:
-            UserError: it is something else.
+            UserError: the value has another form.
         """
         name, equals, text = trace.partition("=")
         words = text.split(",")
@@ -39,7 +39,7 @@ class KeepSteps:
         return cls(",".join(w.strip() for w in words))
 
     def of(self, tokens: int) -> list[int]:
-        """The steps of a stream, in order. A step is the index of the token that was processed last.
+        """Return the steps of a stream, in order. A step is the index of the token that was processed last.
 
         Raises:
             UserError: the stream has no such step.
@@ -59,14 +59,14 @@ class KeepSteps:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run a suite. Numbers depend on it by no more than rounding.
+    """Options of a run. They change numbers by rounding only.
 
     Attributes:
         data: directory of the text; the task's own source when None.
         block: T, tokens that pass a layer at once; chosen by method and free memory when None.
         walk: always read token by token inside the layers.
         fresh: measure finished cells again.
-        keep: write keep maps of these steps, and measure finished cells that have none again; no maps when None.
+        keep: write keep maps of these steps, and measure finished cells without a keep map again; None writes no maps.
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""Cells that another process measures, and its answer. Both are pickled, by `multiprocessing` or by Ray."""
+"""Orders of cells to measure in another process, and its answers. `multiprocessing` or Ray pickles both."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Order:
     A user's files must have been loaded before an order is unpickled (`user_files.receive`).
 
     Attributes:
-        groups: each is measured at once.
-        cells: all of the run, so that a cache that does not fit is reported when its model is loaded.
-        options: of the run, with the device of the process that measures.
-        folder: that the run was started in. A worker works there, if its machine has it.
+        groups: groups of cells; the cells of a group are measured at once.
+        cells: all cells of the run. A cache that does not fit is reported when its model is loaded.
+        options: options of the run, with the device of the process that measures.
+        folder: working folder of the run. A worker uses the same folder if its machine has it.
     """
 
     groups: Sequence[Group]
@@ -36,7 +36,7 @@ class Order:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group], cells: Sequence[Cell], options: RunOptions, threads: int) -> Self:
-        """Make an order that can be pickled, with absolute paths of local models.
+        """Create an order that can be pickled, with absolute paths of local models.
 
         Raises:
             MeasurementError: a policy is a class that another process can't import.
@@ -63,8 +63,8 @@ class GroupOutcomes:
     """Outcomes of a group.
 
     Attributes:
-        outcomes: in the order of the group; their files are bytes.
-        notes: (label, text) of everything worth knowing about policies.
+        outcomes: outcomes in the order of the group; their files are bytes.
+        notes: (label, text) of each note about a policy.
     """
 
     outcomes: Sequence[Outcome]
@@ -73,13 +73,13 @@ class GroupOutcomes:
 
 @dataclass(frozen=True)
 class UnsentData:
-    """Stands for data that can't be pickled. The process that measures reads the data itself."""
+    """Placeholder for data that can't be pickled. The process that measures reads the data itself."""
 
     ids_sha256: str
     tokens: int
 
     def facts(self) -> dict[str, Any]:
-        """Return nothing: the record has the facts of the data already."""
+        """Return no facts: the record already has the facts of the data."""
         return {}
 
 

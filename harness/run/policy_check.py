@@ -1,4 +1,4 @@
-"""`bench policy check`: checks every rule of the interface on a policy, and shows how fast blocks are read under it and why."""
+"""`bench policy check`: check every rule of the interface on a policy, and show the method and speed of reading blocks."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ DEFAULT_CAPACITIES = (16, 17, 64, 256)
 _TOKENS_PAST_FULL = 40
 _VOCABULARY = 64
 _TIMED_TOKENS = 512
-_EVERY = 8  # tokens that go at once
+_EVERY = 8  # tokens evicted at once
 _PROMPT_BLOCK = 64  # tokens
 _BINDS = "a capacity can serve it"
 
 
 class CheckedPolicy(NamedTuple):
-    """The result of checking a policy."""
+    """Result of checking a policy."""
 
     findings: list[RuleResult]
-    reading: str  # how blocks of tokens are read under it, and how fast; empty if a rule is broken
+    reading: str  # method and speed of reading blocks; empty if a rule is broken
 
 
 def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> CheckedPolicy:
     """Check every rule on a policy.
 
-    `settings` are its parameters, "key=value"; without `capacities`, it is checked at `DEFAULT_CAPACITIES`.
+    Args:
+        settings: parameters of the policy, "key=value" each.
+        capacities: capacities to check; `DEFAULT_CAPACITIES` when empty.
 
     Raises:
         UserError: the policy is unknown, or has no such parameter.
@@ -63,7 +65,7 @@ def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = (
 
 
 def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Policy:
-    """The policy with its parameters."""
+    """Create the policy with its parameters."""
     parameters = {}
     for setting in settings:
         key, _, text = setting.partition("=")
@@ -72,7 +74,7 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
 
 
 def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[RuleResult]]:
-    """The policy bound to each capacity that it accepts, and a finding about the others."""
+    """Return the policy bound to each capacity that it accepts, and a finding about refused capacities."""
     if not policy.evicts:
         return [case(policy, None)], []
     bound: list[Case] = []
@@ -102,7 +104,7 @@ def _findings(on: Case) -> list[RuleResult]:
 
 
 def _no_table(on: Case) -> str:
-    """Why the policy has no budgets for the heads of the tiny model, e.g. because its table is for another; empty if it has."""
+    """Return the reason that the policy has no budgets for the tiny model, e.g. another model's table; empty if it has."""
     model = _tiny()
     try:
         for prompt in (None, on.capacity + _TOKENS_PAST_FULL):
@@ -140,7 +142,7 @@ def _config(on: Case, evict: Evict = 1) -> CacheConfig:
 
 
 def _held(read: Any) -> list[float]:
-    """Tokens that a KV head holds, on average over layers and heads, for every stream."""
+    """Return the mean number of tokens that a KV head holds, over layers and heads, for every stream."""
     if isinstance(read, RecomputeDecoder):
         return [len(text) for text in read._history]
     assert isinstance(read, CachedDecoder)
@@ -165,7 +167,7 @@ def _capacity(on: Case) -> str:
 
 
 def _after_a_prompt(on: Case) -> str:
-    """A prompt is read under full attention, then cut once; from there on the cache grows."""
+    """Check that a prompt is read under full attention and cut once, and that the cache grows afterwards."""
     if not on.policy.evicts or not on.policy.caches:
         return ""
     read = CachedDecoder(_tiny(), _config(on, "prompt"), 2)
@@ -185,7 +187,7 @@ def _after_a_prompt(on: Case) -> str:
 
 
 def _several_at_once(on: Case) -> str:
-    """Blocks under `{every: 8}`, and the same tokens one by one. No token comes twice, because equal keys would tie."""
+    """Compare blocks under `{every: 8}` with the same tokens one by one. No token repeats, because equal keys would tie."""
     if not on.policy.evicts or not on.policy.caches or on.policy.outcome:
         return ""
     length = on.capacity + _TOKENS_PAST_FULL
@@ -216,7 +218,7 @@ def _equal_to_dense(on: Case) -> str:
 
 
 def _band(on: Case) -> str:
-    """Compares the policy's band with the tokens that its importance keeps."""
+    """Compare the policy's band with the tokens that its importance keeps."""
     band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches and not on.policy.outcome else None
     if band is None:
         return ""
@@ -245,7 +247,7 @@ _IN_THE_LOOP: tuple[Rule, ...] = (
 
 
 def _reading(on: Case) -> str:
-    """How blocks of tokens are read under a policy on a CPU, and how fast."""
+    """Describe the method and speed of reading blocks under a policy on a CPU."""
     if holds_kv(on.policy) and not on.policy.caches:
         return "full attention from one reset to the next"
     if not on.policy.caches:
@@ -265,7 +267,7 @@ def _reading(on: Case) -> str:
 
 
 def _tokens_per_second(model: Model, config: CacheConfig, method: Method) -> float:
-    """Speed of reading a block with a full cache."""
+    """Measure the speed of reading a block with a full cache."""
     read = CachedDecoder(model, config, method=method)
     full = config.capacity or _TIMED_TOKENS
     warm_up, block = _tokens(2 * full + _TIMED_TOKENS, 1).split([2 * full, _TIMED_TOKENS], 1)

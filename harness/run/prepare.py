@@ -1,4 +1,4 @@
-"""Gathers everything that decides a cell's numbers before any cell is measured, so that mistakes are reported at once."""
+"""Collect everything that decides a cell's numbers before any cell is measured, so that mistakes are reported early."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Prepared:
     data: Data
     directory: Path
     record: Record  # without figures and facts
-    facts: dict[str, Any]  # that are known before the cell is measured
+    facts: dict[str, Any]  # known before the cell is measured
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MachineFacts:
 
     @classmethod
     def here(cls, device: torch.device) -> Self:
-        """Facts about this process."""
+        """Return the facts about this process."""
         return cls(device_name(device), torch.get_num_threads(), free_bytes(device))
 
 
@@ -63,7 +63,8 @@ def prepare(
 ) -> list[Prepared]:
     """Get the data, weights and record keys of all cells.
 
-    A cell comes after its reference. Policies are tried on `device`; without `measured_on`, it is also the one that measures.
+    Each cell must come after its reference. Policies are checked on `device`, which also measures the cells unless `measured_on`
+    describes another machine.
 
     Raises:
         UserError: a user's policy breaks a rule; a model's files, its tokenizer or the data are not available; or a cache
@@ -89,7 +90,7 @@ def prepare(
             differs |= {} if tokenizer.loaded is None else {cell.model: tokenizer_differs(tokenizer.loaded, directory)}
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)
-        quantised = gguf_origin(directory).get("quantised")  # what the weights were dequantised from
+        quantised = gguf_origin(directory).get("quantised")  # format of the weights before they were dequantised
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
         machine = [there.device, there.threads] if task.measures in OF_MACHINE else []
         reference = [] if cell.reference is None else [keys[cell.reference.id]]
@@ -112,7 +113,7 @@ def prepare(
 
 
 def _data_facts(task: type[Task], data: Data) -> DataFacts:
-    """The record's facts about the data.
+    """Return the record's facts about the data.
 
     Raises:
         UserError: the task gives facts that a record can't hold.
@@ -145,9 +146,9 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
 
 
 def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool) -> None:
-    """Refuse what a model on several devices can't do.
+    """Refuse cells that a model on several devices can't serve.
 
-    `elsewhere`: other machines measure, which have devices of their own.
+    elsewhere: other machines measure, with their own devices.
     """
     for cell in cells:
         task, spec = plugins.task_class(cell.task.name), cell.model

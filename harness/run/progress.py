@@ -1,4 +1,4 @@
-"""Shows the progress of a run on stderr: a live display on a terminal, a line now and then when piped."""
+"""Show the progress of a run on stderr: a live display on a terminal, or occasional lines when piped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_LINES = 60.0  # about work in progress, and about all cells, wh
 
 
 class StderrConsole(Console):
-    """The console on stderr. If its reader goes away, the run ends as if by SIGPIPE, and no cell counts as failed."""
+    """Console on stderr. If the reader of stderr ends, the run ends as by SIGPIPE, and no cell counts as failed."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
@@ -54,7 +54,7 @@ class _InFlight:
     tokens: int = 0  # done
 
     def speed(self, now: float) -> float:
-        """Tokens per second."""
+        """Return the tokens per second."""
         return self.tokens / max(now - self.started, 1e-9) if self.total else 0.0
 
 
@@ -62,26 +62,26 @@ _MOST_LEADERS = 4
 
 
 class _Rows(Progress):
-    """A line for all cells, one for each that is being measured, and one for the best so far."""
+    """Live display with a line for all cells, a line for each cell in progress, and a line for the best cells so far."""
 
     best = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The lines."""
+        """Yield the lines."""
         yield from super().get_renderables()
         if self.best:
             yield Text(self.best, no_wrap=True, overflow="ellipsis")
 
 
 class _Leaders:
-    """The best cell so far at each capacity, for every question."""
+    """Best cell so far at each capacity, for every question."""
 
     def __init__(self) -> None:
         self._best: dict[tuple[str, ...], dict[int, tuple[float, str]]] = {}
         self._last: tuple[str, ...] = ()
 
     def add(self, label: str, record: Record) -> None:
-        """Compare a finished cell with those before. References have no capacity to be the best at."""
+        """Compare a finished cell with earlier cells. Cells without a capacity, and references, are ignored."""
         worth, cell = _worth(record), record.cell
         if worth is None or cell.capacity is None or is_reference(record):
             return
@@ -103,14 +103,14 @@ def _worth(record: Record) -> float | None:
 
 
 class ProgressView(RunWatcher):
-    """Shows on a console how many cells are done, and what this process or each of several workers measures."""
+    """Shows on a console the number of finished cells, and the current cell of this process or of each worker."""
 
     def __init__(self, console: Console, tracebacks: bool = False, until: float = math.inf) -> None:
         """Watch a run.
 
         Args:
-            tracebacks: show those of failed cells, too.
-            until: moment of `time.monotonic` at which the run ends at the latest.
+            tracebacks: also show the tracebacks of failed cells.
+            until: moment of `time.monotonic` by which the run ends.
         """
         self._console, self._tracebacks, self._until = console, tracebacks, until
         self._rows = _rows(console) if console.is_terminal else None
@@ -120,7 +120,7 @@ class ProgressView(RunWatcher):
         self._cells = self._done = self._skipped = self._failed = 0
         self._has_workers = False
         self._leaders = _Leaders()
-        self._noted = set[str]()  # labels of policies about which something was said
+        self._noted = set[str]()  # labels of policies with a note
 
     def __enter__(self) -> Self:
         if self._rows is not None:
@@ -153,7 +153,7 @@ class ProgressView(RunWatcher):
         self._show(now)
 
     def advance(self, tokens: int, text: str, worker: str = "") -> None:
-        """Show how much of it is done, and the figure so far."""
+        """Show the progress of a cell, and its figure so far."""
         flight, now = self._in_flight.get(worker), time.monotonic()
         if flight is None:
             return
@@ -164,13 +164,13 @@ class ProgressView(RunWatcher):
         self._show(now, speed)
 
     def idle(self, worker: str) -> None:
-        """Show a worker no longer."""
+        """Remove a worker from the display."""
         flight = self._in_flight.pop(worker, None)
         if flight is not None and flight.row is not None and self._rows is not None:
             self._rows.remove_task(flight.row)
 
     def note(self, label: str, text: str) -> None:
-        """Say something about a policy, once a run."""
+        """Show a note about a policy, once per run."""
         if text and label not in self._noted:
             self._noted.add(label)
             self._line(f"{label}: {text}")
@@ -196,11 +196,11 @@ class ProgressView(RunWatcher):
 
     @property
     def _measured(self) -> int:
-        """Cells that this run has measured."""
+        """Number of cells that this run has measured."""
         return self._done - self._skipped
 
     def _show(self, now: float, speed: str = "") -> None:
-        """Update the live display or, now and then, write a line: about this process's cell, or about all workers."""
+        """Update the live display, or write an occasional line about this process's cell or about all workers."""
         if self._rows is not None and self._all is not None:
             self._rows.best = visible(self._leaders.text())
             self._rows.update(self._all, total=self._cells or None, completed=self._done, text=self._summary(now))
@@ -214,20 +214,20 @@ class ProgressView(RunWatcher):
             )
 
     def _of(self, flight: _InFlight, now: float, speed: str) -> str:
-        """The line about the cell that this process measures."""
+        """Return the line about the cell that this process measures."""
         left = (now - flight.started) * (flight.total - flight.tokens) / max(flight.tokens, 1)
         done = f"{flight.tokens:,} of {flight.total:,} tokens, {speed}, {left:.0f} s left" if flight.total else speed
         return f"[{flight.number}/{self._cells}] {flight.label}: {done}"
 
     def _summary(self, now: float) -> str:
-        """How many cells are done; from the second one on the time left; the speed of several workers together."""
+        """Return the number of finished cells, the total speed of workers, and the time left once a cell was measured."""
         parts = [f"{self._done} of {self._cells} cells", *([f"{self._failed} failed"] if self._failed else [])]
         speed = sum(flight.speed(now) for flight in self._in_flight.values()) if self._has_workers else 0.0
         parts += [f"{speed:,.0f} tokens/s"] if speed else []
         return ", ".join([*parts, *self._left(now)])
 
     def _left(self, now: float) -> list[str]:
-        """The time left, if the other cells take as long as those that this run has measured; at most until the run's end."""
+        """Return the time left if the remaining cells take as long as measured cells, at most the time to the run's end."""
         left = self._cells - self._done
         if not self._measured or left <= 0:
             return []
@@ -239,7 +239,7 @@ class ProgressView(RunWatcher):
 
 
 def _rows(console: Console) -> _Rows:
-    """The live display; long text is cut, so that it fits."""
+    """Create the live display. Long text is cut to the width of the console."""
     label, text = (Column(ratio=1, no_wrap=True, overflow="ellipsis") for _ in range(2))
     return _Rows(
         SpinnerColumn(),
@@ -254,7 +254,7 @@ def _rows(console: Console) -> _Rows:
 
 
 def _outcome(record: Record) -> str:
-    """The result of a cell in one line."""
+    """Return the result of a cell in one line."""
     if record.status == "failed" and record.error:
         place = f" ({record.error.where})" if record.error.where else ""
         return f"FAILED, {record.error.kind}: {record.error.message}{place}"

@@ -1,4 +1,4 @@
-"""The Python interface to `bench run`: it measures the same cells in the same way and returns their records."""
+"""Python interface to `bench run`: measure the same cells in the same way, and return their records."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ def run(
 
     Args:
         suite: a YAML file, or the name of a suite that comes with the project.
-        model: a directory, a hub id, or `builtin:NAME`; the suite's if not given.
+        model: a directory, a hub id, or `builtin:NAME`; the suite's model if not given.
         data: directory of the text, for suites that read files.
-        results: folder of the records; cells that have one there are not measured again.
-        policies: only these: names, `file.py:Class`, classes, instances, or mappings such as `{"name": "h2o", "window": 8}`.
-        tasks: only these of the suite, by name.
+        results: folder of the records; cells that have a record there are not measured again.
+        policies: measure only these: names, `file.py:Class`, classes, instances, or mappings like `{"name": "h2o", "window": 8}`.
+        tasks: names of the suite's tasks to measure; all tasks if not given.
         device: auto, cpu, cuda, cuda:1.
-        dtype: of the weights and the cache: float32, bfloat16, float16.
+        dtype: dtype of the weights and the cache: float32, bfloat16 or float16.
         threads: CPU threads; torch's default if not given.
         block: tokens that pass a layer at once; chosen by method and free memory if not given.
         walk: always read token by token inside the layers.
         fresh: measure finished cells again.
-        trace: `kept`, `kept=all` or `kept=128,256,end`: also write which positions are kept at these steps.
-        progress: show it on stderr: a line per finished cell, or a bar on a terminal.
+        trace: `kept`, `kept=all` or `kept=128,256,end`: also record the positions kept at these steps.
+        progress: show the progress on stderr: a line per finished cell, or a bar on a terminal.
         ray: measure with workers on Ray: `local`, or the address of a cluster.
-        workers: how many on Ray; as many as find room if not given.
+        workers: number of workers on Ray; as many as there is room for if not given.
         **settings: changes to the suite, like `bench run --set`: `capacity=[64, 128]`, `tokens=4096`.
 
     Returns:
-        One record per cell, those of earlier runs included, in the order of the cells.
+        One record per cell, in the order of the cells. Records of earlier runs are included.
 
     Raises:
         UserError: the suite or an argument has a mistake; the message is one line.
@@ -83,7 +83,7 @@ def run(
 
 
 def _yaml(entry: PolicyEntry) -> str:
-    """A policy as an entry of a suite. JSON is YAML."""
+    """Return a policy as an entry of a suite, in JSON, which is valid YAML."""
     if isinstance(entry, Policy):
         return _json({"name": plugins.name_of(type(entry)), **parameters_of(entry)})
     return _json(plugins.name_of(entry) if isinstance(entry, type) else entry)
@@ -94,7 +94,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as one of Python."""
+    """Return a NumPy or PyTorch number as a Python number."""
     try:
         return value.item()
     except (AttributeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Ray itself: started on this machine, or found on a cluster, and what room it has."""
+"""Start Ray on this machine or connect to a cluster, and compute the number of workers that find room."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvbench.harness.core.device import cores
 from kvbench.harness.core.errors import UserError, first_line
 from kvbench.harness.suite import Resources
 
-LOCAL = "local"  # the address that means: start Ray on this machine
+LOCAL = "local"  # address that starts Ray on this machine
 CONNECT_S = 5.0
-SILENT_S = 10.0  # how long Ray's control service may not answer: after 60 s, Ray ends this process
+SILENT_S = 10.0  # maximum silence of Ray's control service; after 60 s, Ray ends this process
 OBJECT_STORE_BYTES = 2**29  # holds texts, and a trace for each worker
-_SETTINGS = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")  # are 0
+_SETTINGS = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")  # are set to 0
 
 
 class Cluster:
-    """The machines that Ray manages.
+    """Machines that Ray manages.
 
     Attributes:
-        gpus: of all machines.
+        gpus: number of GPUs of all machines.
     """
 
     def __init__(self, ray: Any, address: str) -> None:
-        """Describe a cluster that this process is connected to."""
+        """Describe the cluster to which this process is connected."""
         self.ray, self._name = ray, "this machine" if address == LOCAL else address
         self._machines: list[dict[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.gpus = sum(machine.get("GPU", 0.0) for machine in self._machines)
@@ -41,10 +41,10 @@ class Cluster:
         return not _silence(self._service)
 
     def refuse_silence(self) -> None:
-        """Refuse to go on if Ray's control service has ended, before Ray ends this process with an exit code of its own.
+        """Raise an error if Ray's control service has ended, before Ray ends this process with its own exit code.
 
         Raises:
-            UserError: it has not answered for `SILENT_S`.
+            UserError: the service has not answered for `SILENT_S`.
         """
         if self.answers():
             self._answered = time.monotonic()
@@ -52,10 +52,10 @@ class Cluster:
             raise UserError(f"Ray's control service at {self._service} has ended; finished cells are kept")
 
     def number_of_workers(self, requested: int | None, need: Mapping[str, float], cells: int) -> int:
-        """Return how many workers to start: `requested`, else as many as find room, but not more than there are cells.
+        """Return the number of workers to start: `requested`, or else as many as find room, but at most one per cell.
 
         Raises:
-            UserError: names the first worker that finds no room.
+            UserError: a worker finds no room. The message names the first such worker.
         """
         wanted = requested or 1
         places = sum(_room(machine, need) for machine in self._machines)
@@ -70,10 +70,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Cluster]:
-    """Start Ray here, or connect to a cluster. A Ray that this starts ends with the context.
+    """Start Ray here, or connect to a cluster. If this function starts Ray, Ray ends with the context.
 
     Raises:
-        UserError: Ray is not installed, or no cluster is there.
+        UserError: Ray is not installed, or there is no cluster at the address.
     """
     for name in _SETTINGS:
         os.environ.setdefault(name, "0")
@@ -95,10 +95,10 @@ def connected(address: str) -> Iterator[Cluster]:
 def needs(resources: Resources, device: str, threads: int, cluster_gpus: float) -> dict[str, float]:
     """Return the Ray resources that one worker reserves.
 
-    `device` and `threads` are options of the command line.
+    device, threads: options of the command line.
 
     Raises:
-        UserError: another device than cpu, cuda or auto, or a suite that needs GPUs is to run on CPUs.
+        UserError: the device is not cpu, cuda or auto, or it is cuda, but the suite requests no GPUs.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device}: with --ray, each worker gets its own devices: give auto, cpu or cuda")
@@ -148,7 +148,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _silence(address: str) -> str:
-    """Return why nothing answers at an address; empty if something does."""
+    """Return the reason that no service answers at an address; empty if a service answers."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return "expected HOST:PORT, or auto"

@@ -1,4 +1,4 @@
-"""The actors of a run on Ray: workers, and a board for their progress. They import torch only when they need it."""
+"""Actors of a run on Ray: workers, and a board for their progress. torch is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
-    """References of what all workers get: a list of `UserFile`, which is loaded before the `Order` is read, and the board."""
+    """Ray references to the objects that all workers share: user files, the order and the board.
+
+    The user files, a list of `UserFile`, must be loaded before the `Order` is read.
+    """
 
     files: Any
     order: Any
@@ -33,7 +36,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Place:
-    """Process that a worker is: its machine, in Ray's words and for people, and its number. Ray replaces one that dies."""
+    """Process of a worker: Ray's id of its machine, the host name, and the process id. Ray replaces a process that dies."""
 
     node: str
     host: str
@@ -44,12 +47,12 @@ class RayWorker:
     """Measures groups of cells."""
 
     def __init__(self, name: str) -> None:
-        """Set up the worker, without knowing what to measure."""
+        """Create the worker without an order."""
         self._name = name
         self._worker: Worker | None = None
 
     def about(self, device: str, threads: int) -> tuple[Place, dict[str, str], MachineFacts]:
-        """Return where this process is, the versions of its code, and facts about its machine; a missing device is an error."""
+        """Return the process, the versions of its code, and facts about its machine. A missing device is an error."""
         import torch
 
         from kvbench.harness.models.load import device_of
@@ -59,7 +62,7 @@ class RayWorker:
         return _place(), code_versions(), MachineFacts.here(device_of(device))
 
     def check(self, shared: Shared) -> None:
-        """Look for models, code and data on this machine; see `Worker.check`."""
+        """Check the models, code and data on this machine; see `Worker.check`."""
         self._opened(shared).check()
 
     def measure(self, shared: Shared, number: int, references: Sequence[Record | None]) -> tuple[Place, GroupOutcomes]:

@@ -1,4 +1,4 @@
-"""Choose how a cell is read: by which method, and how many tokens pass a layer at once."""
+"""Choose the method by which a cell is read, and the number of tokens that pass a layer at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvbench.harness.tasks.task import Task
 from kvbench.policies import Composed, Policy
 
 PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
-MAX_BLOCK_TOKENS = 2048  # of the faster methods
+MAX_BLOCK_TOKENS = 2048  # maximum block size of the faster methods
 LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
 _TIMED_TOKENS = 8
 _BETWEEN_RESETS = "full attention between resets"
@@ -31,12 +31,12 @@ _FAST = ("closed form", "compiled walk", "full attention", _BETWEEN_RESETS)  # w
 
 
 class Reading(NamedTuple):
-    """How a cell is read.
+    """Method and block size chosen for a cell.
 
     Attributes:
-        method: the shortcuts that may be used.
-        block: tokens that pass a layer at once.
-        slow: why blocks are read by the plain walk, and how fast; empty if they are not, or were to be.
+        method: shortcuts that may be used.
+        block: number of tokens that pass a layer at once.
+        slow: reason that blocks are read by the plain walk, and its speed; empty if they are not, or if the walk was requested.
     """
 
     method: Method
@@ -46,9 +46,9 @@ class Reading(NamedTuple):
 
 
 def choose_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
-    """The reading of a cell: faster than the plain walk only if a check on this model found that both agree.
+    """Choose the reading of a cell. A faster method is used only if a check on this model shows that it agrees with the walk.
 
-    `block` and `walk` are the options of the run.
+    block, walk: options of the run.
     """
     if isinstance(config.policy, Contestant):
         return _own_reading(model, config, task, options, block, walk)
@@ -77,7 +77,7 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
 
 
 def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
-    """The reading of somebody else's cache. The arguments are those of `choose_reading`."""
+    """Choose the reading with somebody else's cache. Arguments are those of `choose_reading`."""
     check = own_loop(model, config, walk)
     work = task.workload(options)
     streams = 1 if work.block_of_all else work.side_by_side
@@ -91,7 +91,7 @@ def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: A
 
 
 def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
-    """Tokens per second of all streams, with a full cache; where the prompt is cut, of a prompt longer than the cache."""
+    """Measure tokens per second over all streams, with a full cache; or of a prompt, if prompts are cut at their end."""
     if config.evict == "prompt":
         return _prompt_speed(model, config, method, streams)
     read = CachedDecoder(model, config, streams, method)
@@ -101,14 +101,14 @@ def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int)
 
 
 def _prompt_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
-    """Tokens per second of all streams while a prompt is read that is cut at its end."""
+    """Measure tokens per second over all streams for a prompt that is longer than the cache and cut at its end."""
     tokens = torch.zeros(streams, (config.capacity or 0) + _TIMED_TOKENS, dtype=torch.int64, device=model.device)
     read = lambda: CachedDecoder(model, config, streams, method).read_prompt(tokens, PLAIN_BLOCK_TOKENS)  # noqa: E731
     return tokens.numel() / seconds_of(read, model.device)
 
 
 def _block_that_fits(model: Model, streams: int) -> int:
-    """The block size of a faster method: the largest power of two whose logits take a small share of free memory."""
+    """Return the block size of a faster method: the largest power of two whose logits take a small share of free memory."""
     vocabulary = int(getattr(model.hf.config.get_text_config(), "vocab_size", 1))  # vision transformers have none
     logit_bytes = 3 * 4 * vocabulary  # of a token: float32, and two copies in the loss
     fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / (streams * logit_bytes))
@@ -116,7 +116,7 @@ def _block_that_fits(model: Model, streams: int) -> int:
 
 
 def _kind_of_budgets(model: Model, config: CacheConfig) -> str | None:
-    """Why heads hold different numbers of tokens: "table", "pool" or "prompt"; None if they don't."""
+    """Return the reason that heads hold different numbers of tokens: "table", "pool" or "prompt"; None if they don't."""
     policy = config.policy if config.capacity is None else config.policy.bind(config.capacity)
     if config.capacity is not None and policy.caches and static_table(model, config, None) is not None:
         return "table"
@@ -126,7 +126,7 @@ def _kind_of_budgets(model: Model, config: CacheConfig) -> str | None:
 
 
 def _asks_the_prompt(policy: Policy) -> bool:
-    """Whether the policy, or one that answers for it, computes budgets from a prompt."""
+    """Return whether the policy, or the policy that scores for it, computes budgets from a prompt."""
     answers = type(policy).prompt_budgets
     if isinstance(policy, Composed) and answers is Composed.prompt_budgets:
         return _asks_the_prompt(policy.score)

@@ -40,9 +40,10 @@ class RunRequest:
     tasks: Sequence[str] = ()  # only these of the suite, by name; all if empty
 
     def cells(self, results: Path | None = None) -> list[Cell]:
-        """The cells of the suite. If `suite` is the beginning of a cell id, the cell of that record, after its reference.
+        """Return the cells of the suite.
 
-        That record is in the folder `results`, or among the published ones.
+        If `suite` is the beginning of a cell id, return the cell of its record, after its reference. The record is read from the
+        folder `results`, or from the published records.
 
         Raises:
             UserError: there is no such suite, task or record, or the suite has a mistake.
@@ -56,7 +57,7 @@ class RunRequest:
         return self._of_tasks(suites.load(suites.find(self.suite), overrides)[1])
 
     def _of_tasks(self, cells: list[Cell]) -> list[Cell]:
-        """The cells of the chosen tasks."""
+        """Return the cells of the chosen tasks."""
         known = {cell.task.name for cell in cells}
         for name in sorted(set(self.tasks) - known):
             raise UserError(f"the suite has no task '{name}'{did_you_mean(name, known)}")
@@ -98,10 +99,11 @@ class RunRequest:
         wanted: Wanted | None = None,
         until: float = math.inf,
     ) -> list[Record]:
-        """Measure the cells that have no record yet. Returns the records of all, without groups that are not `wanted`.
+        """Measure the cells that have no record yet. Returns the records of all cells, except for groups that `wanted` rejects.
 
-        `tracebacks` shows those of failed cells on stderr; `until` is the moment of `time.monotonic` at which `wanted` accepts no
-        more, for the progress. For the others see `RunOptions`. Workers on Ray measure all.
+        `tracebacks` shows the tracebacks of failed cells on stderr. `until` is the moment of `time.monotonic` after which
+        `wanted` accepts no more groups; only the progress display uses it. Other arguments are those of `RunOptions`. Workers on
+        Ray measure all groups.
         """
         from kvbench.harness.records import RecordStore
         from kvbench.harness.run.ledger import RunWatcher
@@ -122,10 +124,10 @@ class RunRequest:
             return run(installed, store, options, watcher, executor.measure, executor.machine)
 
     def _installed(self, cells: Sequence[Cell], watcher: RunWatcher) -> list[Cell]:
-        """The cells of a suite without those that need a package which is not installed. Each policy left out is noted.
+        """Return the cells whose packages are installed. Each policy that is left out is noted.
 
         Raises:
-            UserError: such a policy was asked for by name, or nothing is left.
+            UserError: a policy that was requested by name lacks a package, or no cell is left.
         """
         from kvbench.harness.core.contestants import Contestant
 
@@ -138,7 +140,7 @@ class RunRequest:
         return installed
 
     def _options(self, block: int | None, walk: bool, fresh: bool, keep: KeepSteps | None) -> RunOptions:
-        """How to run.
+        """Return the options of the run.
 
         Raises:
             UserError: there is no such device, or --workers is given without --ray.
@@ -154,7 +156,7 @@ class RunRequest:
         return RunOptions(device, directory, block, walk, fresh, keep)
 
     def use_threads(self) -> None:
-        """Compute with so many threads as were asked for, from now on, in this process."""
+        """Set the number of threads of this process to the requested number, if there is one."""
         import torch
 
         if self.threads:
@@ -162,7 +164,10 @@ class RunRequest:
 
 
 def _crowded(device: str) -> str:
-    """A warning if threads outnumber the cores that other work leaves free: they spin while they wait for the slowest."""
+    """Return a warning if threads outnumber the cores that other work leaves free; otherwise empty.
+
+    Such threads spin while they wait for the slowest thread.
+    """
     import torch
 
     from kvbench.harness.core.device import cores

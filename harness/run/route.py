@@ -1,4 +1,4 @@
-"""The way from a model's calls to the caches that they carry."""
+"""Route a model's calls to the caches that are passed with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOCK = RLock()  # held while a model is checked, so that two threads don't route
 
 
 class AnsweringCache(transformers.Cache):
-    """A cache that answers the calls of a model that carry it."""
+    """Cache that answers the model calls to which it is passed."""
 
     def answer(self, hf: PreTrainedModel, given: Mapping[str, Any]) -> Any:
         """Answer a call of the model. given: its arguments by name."""
@@ -30,11 +30,11 @@ class AnsweringCache(transformers.Cache):
 
 
 class Route:
-    """The `forward` of a model that lets caches answer. It lasts as long as one of these caches.
+    """Replacement of a model's `forward` that lets caches answer. It lasts as long as one of these caches.
 
     Attributes:
-        hf: the model whose calls are routed.
-        model: checked. It is the model itself wherever possible, else a copy with the same weights.
+        hf: model whose calls are routed.
+        model: checked model: `hf` itself if possible, otherwise a copy that shares its weights.
     """
 
     def __init__(self, hf: PreTrainedModel, rope_length: int | None) -> None:
@@ -44,7 +44,7 @@ class Route:
             self.model.check = check(self.model, rope_length)
         except UnsupportedModelError as error:
             raise RefusedModelError(f"model family '{hf.config.model_type}' can't be driven: {error}") from error
-        before = vars(hf).get("forward")  # Accelerate puts one there, and a copy of a routed model has ours
+        before = vars(hf).get("forward")  # Accelerate sets it, and a copy of a routed model has ours
         own, instead = type(hf).forward, before
         if isinstance(before, MethodType) and before.__self__ is hf:
             own, instead = before.__func__, None
@@ -54,7 +54,7 @@ class Route:
 
     @staticmethod
     def of(hf: PreTrainedModel, rope_length: int | None) -> Route:
-        """The route of a model: that of its other caches, if there are any.
+        """Return the route of a model, which all of its caches share.
 
         Raises:
             UserError: the model can't be driven exactly, or its other caches have another `rope_length`.
@@ -68,7 +68,7 @@ class Route:
         return route
 
     def refuse_if_compiled_since(self) -> None:
-        """Refuse a model that was compiled after it was routed: compiled code does not ask who computes attention."""
+        """Refuse a model that was compiled after it was routed, because compiled code ignores the choice of attention."""
         if self.model.hf is self.hf and is_compiled(self.hf):
             raise UserError(f"{type(self.hf).__name__} was compiled after its first kvbench.Cache: drop its caches for new ones")
 
@@ -77,10 +77,10 @@ _ROUTES: WeakValueDictionary[int, Route] = WeakValueDictionary()  # by id of the
 
 
 def routable(model: Any) -> PreTrainedModel:
-    """The transformers model that answers the calls of a model: itself, or the one that PEFT, a compiler or DDP wrapped.
+    """Return the transformers model inside a model: the model itself, or the model that PEFT, a compiler or DDP wrapped.
 
     Raises:
-        UserError: there is none, or it is in training mode.
+        UserError: there is no such model, it has no logits of a next token, or it is in training mode.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     hf = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
@@ -93,19 +93,17 @@ def routable(model: Any) -> PreTrainedModel:
 
 
 def refuse_training(hf: PreTrainedModel) -> None:
-    """Refuse a model that drops values at random."""
+    """Refuse a model in training mode, which drops values at random."""
     if hf.training:
         raise UserError(f"{type(hf).__name__} is in training mode: call model.eval() to put it into evaluation mode")
 
 
 def _routed(own: Callable[..., Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A model's `forward` that lets caches of ours answer.
-
-    A function to be bound, so that a copy of the model has one of its own.
+    """Return a `forward` that lets our caches answer. It is an unbound function, so that a copy of the model binds its own.
 
     Args:
-        own: the method that the model had.
-        before: one that is no method, which the model had instead; None if it had none.
+        own: method of the model.
+        before: function that was set on the model in place of its method; None if there was none.
     """
     names = list(inspect.signature(own).parameters)[1:]
 
@@ -121,7 +119,7 @@ def _routed(own: Callable[..., Any], before: Callable[..., Any] | None) -> Calla
 
 
 def _put_back(hf: PreTrainedModel, routed: Callable[..., Any], before: Callable[..., Any] | None) -> None:
-    """Give a model the `forward` it had, unless somebody has put another one there since."""
+    """Restore a model's `forward`, unless it was replaced again in the meantime."""
     if vars(hf).get("forward") is routed:
         del hf.forward
         if before is not None:

@@ -1,4 +1,4 @@
-"""Measures cells and writes their records. Skips finished cells; a failed cell gets a record too, and the others still run."""
+"""Measure cells and write their records. Finished cells are skipped; failed cells get records, and the run continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import MachineFacts, prepare
 from kvbench.harness.suite import Cell
 
-Executor = Callable[[Sequence[Group], Sequence[Cell], Ledger], None]  # measures groups; the cells are all of the run
+Executor = Callable[[Sequence[Group], Sequence[Cell], Ledger], None]  # measures groups; the cells are all cells of the run
 
 
 def run(
@@ -28,15 +28,15 @@ def run(
 ) -> list[Record]:
     """Measure every cell that is not finished.
 
-    A cell comes after its reference. Without an executor, this process measures, and leaves out the groups that are not `wanted`
-    when their turn comes; `measured_on` is the machine if it is another.
+    Each cell must come after its reference. Without an executor, this process measures, and skips groups that `wanted` rejects
+    when their turn comes. `measured_on` describes the machine, if it is another machine.
 
     Returns:
-        One record per measured cell, those of earlier runs included, in the order of the cells.
+        One record per measured cell, in the order of the cells. Records of earlier runs are included.
 
     Raises:
-        UserError: a model's files, its tokenizer or the data are not available: raised before anything is measured. Or a
-            model can't be driven exactly, or a cache doesn't fit: raised before any cell of that model is measured.
+        UserError: a model's files, its tokenizer or the data are not available, which is raised before any measurement. Or a
+            model can't be driven exactly, or a cache doesn't fit, which is raised before any cell of the model is measured.
     """
     prepared = prepare(cells, options.device, options.data, measured_on)
     if options.keep is not None:
@@ -52,7 +52,7 @@ def run(
 
 
 def _is_finished(group: Group, ledger: Ledger, options: RunOptions) -> bool:
-    """Whether earlier runs finished all cells of a group. Then their records are those of this run."""
+    """Return whether earlier runs finished all cells of a group. If so, this run takes over their records."""
     stored = {}
     for item in group:
         steps = None if options.keep is None else steps_wanted(item, options.keep)
@@ -68,7 +68,7 @@ def _is_finished(group: Group, ledger: Ledger, options: RunOptions) -> bool:
 def _measure_here(
     options: RunOptions, wanted: Wanted | None, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger
 ) -> None:
-    """Measure one group after the other in this process."""
+    """Measure one group after another in this process."""
     machine = Machine(options, cells)
     try:
         for group in groups:
@@ -76,6 +76,6 @@ def _measure_here(
                 continue
             ledger.begin(group)
             machine.measure(group, ledger.references(group), ledger.store, ledger.watcher, ledger.done)
-            ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell
+            ledger.end(group)  # after `measure`, because a closed stderr must end the run without a failed cell
     finally:
         machine.close()

@@ -1,4 +1,4 @@
-"""Chooses the group that a free worker measures next. Pure: no clock, no input, no output."""
+"""Choose the group that a free worker measures next. Pure: no clock, no input, no output."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """A group of cells, as the schedule sees it.
+    """Group of cells in a schedule.
 
     Attributes:
-        seconds: estimated; only proportions matter.
-        alone: no other worker may be busy meanwhile.
-        after: numbers of the groups whose records it needs.
+        seconds: estimated seconds; only proportions matter.
+        alone: no other worker may be busy at the same time.
+        after: numbers of the groups whose records this group needs.
     """
 
     number: int
@@ -24,24 +24,24 @@ class Work:
 
 
 class Schedule:
-    """The groups of a run. Those that others wait for come first, then the longest; those that must be alone come last.
+    """Order of a run's groups: first groups that other groups wait for, then the longest; groups that must be alone come last.
 
     Attributes:
-        waiting: groups that no worker has got, in order, by number.
-        left: numbers of the groups without records, those being measured included.
+        waiting: groups that are not assigned to a worker, in order, by number.
+        left: numbers of the groups without records, groups in progress included.
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
-        """Begin with all groups waiting."""
+        """Create a schedule in which all groups wait."""
         awaited = {number for work in works for number in work.after}
         ordered = sorted(works, key=lambda work: (work.alone, work.number not in awaited, -work.seconds))
         self.waiting = {work.number: work for work in ordered}
         self.left = set(self.waiting)
         self._busy: dict[str, Work] = {}
-        self._models: dict[str, Hashable] = {}  # that each worker has loaded
+        self._models: dict[str, Hashable] = {}  # model that each worker has loaded
 
     def next(self, worker: str) -> Work | None:
-        """Return the group that a free worker measures now, of its loaded model if there is one; None if no group is ready."""
+        """Return the group that a free worker measures next, for its loaded model if possible; None if no group is ready."""
         if any(work.alone for work in self._busy.values()):
             return None
         ready = [work for work in self.waiting.values() if not work.after & self.left and not (work.alone and self._busy)]
@@ -53,11 +53,11 @@ class Schedule:
         return self.waiting.pop(work.number)
 
     def recorded(self, number: int) -> None:
-        """Note that a group has its records, which others may wait for."""
+        """Note that a group has its records, for which other groups may wait."""
         self.left.remove(number)
 
     def free(self, worker: str, *, again: bool = False) -> None:
-        """Note that a worker has ended its group, which is given out `again` if it was not measured."""
+        """Note that a worker has ended its group. again: assign the group again, because it was not measured."""
         work = self._busy.pop(worker)
         if again:
             self.waiting = {work.number: work} | self.waiting

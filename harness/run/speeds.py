@@ -1,8 +1,8 @@
-"""Measure how fast this machine reads under a policy on one model, by short reads.
+"""Measure the speed of reading under a policy on one model, by short reads.
 
-A token costs what it costs under full attention, in a block as large as a run's, and on top what the policy adds: the difference
-between two short reads, of a full cache and of as many tokens under full attention. Each time is the median of several reads that
-take turns, so that a moment of other work on the machine disturbs little.
+The time of a token is its time under full attention, in a block as large as in a run, plus the time that the policy adds. The
+added time is the difference between two short reads: with a full cache, and with as many tokens under full attention. Each time
+is the median of several interleaved reads, so that brief other work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.policies.dense import Dense
 
-_MOST_ROUNDS, _ROUNDS_SECONDS = 5, 0.5  # times that a read is repeated, and seconds from which it is repeated once
+_MOST_ROUNDS, _ROUNDS_SECONDS = 5, 0.5  # maximum repetitions of a read, and seconds of a read that is repeated once
 _BLOCK_TOKENS = 256  # of the large block
 _SHORT_TOKENS = 64  # of all streams together, in a short read
 _ENOUGH_SECONDS = 0.02  # of a short read; a shorter one is repeated with more tokens
 _MOST_SHORT_TOKENS = 128  # of each stream
-_ROOM_TOKENS = 1024  # that short reads may take after the fill
+_ROOM_TOKENS = 1024  # tokens that short reads may add to a filled cache
 _MOST_STREAMS = {"cpu": 32, "cuda": 4}
 _MOST_CACHE_BYTES = 2**28
-_COPIES = 3  # of a cache that must fit: under the policy, under full attention, and while one is extended
+_COPIES = 3  # of a cache that must fit: under the policy, under full attention, and during an extension
 _CHECK_TOKENS, _MOST_CHECK_SECONDS = 700, 5.0  # of the check before a cell, as measured on SmolLM2
 _DENSE = CacheConfig(Dense(), None)
 
 
 class Rates(NamedTuple):
-    """Seconds that a cell's policy takes.
+    """Seconds of reading under a cell's policy.
 
     Attributes:
-        token: of a token that is read in a block.
-        step: of a decode step of all streams side by side.
+        token: seconds of a token that is read in a block.
+        step: seconds of a decode step of all streams side by side.
     """
 
     token: float
@@ -55,21 +55,24 @@ class Rates(NamedTuple):
 
 
 class Speeds:
-    """Speeds of one loaded model; each is measured when it is first needed."""
+    """Speeds of one loaded model. Each speed is measured when it is first needed."""
 
     def __init__(self, model: Model, load_seconds: float = 0.0, until: float = float("inf")) -> None:
-        """After the moment `until` of `time.monotonic`, the slowest known policy stands for those not measured yet."""
+        """Wrap a model.
+
+        until: moment of `time.monotonic` after which unmeasured policies get the rates of the slowest measured policy.
+        """
         self.load_seconds = load_seconds
         self._model, self._until = model, until
         self._blocks: dict[int, float] = {}  # seconds per token under full attention, by tokens cached before
-        self._added: dict[tuple[object, ...], Rates] = {}  # by what a policy adds to them
+        self._added: dict[tuple[object, ...], Rates] = {}  # rates added by policies
 
     @classmethod
     def of(cls, spec: ModelSpec, device: torch.device, until: float = float("inf")) -> Self:
         """Load a model.
 
         Raises:
-            UserError: its files are not available, or it can't be driven exactly.
+            UserError: the model's files are not available, or it can't be driven exactly.
         """
         start = time.perf_counter()
         directory, random = model_directory(spec.id, spec.revision, spec.pickle, spec.gguf_file), is_random(spec.id)
@@ -78,14 +81,14 @@ class Speeds:
 
     @property
     def training_length(self) -> int | None:
-        """Tokens; None if the model's config does not say."""
+        """Longest position in training, in tokens; None if the model's config does not say."""
         return self._model.training_length
 
     def rates(self, cell: Cell, streams: int, length: int) -> Rates | None:
-        """Rates of a cell with streams of `length` tokens; None for what keeps no cache of ours, or one that would not fit."""
+        """Return the rates of a cell with streams of `length` tokens; None if no cache of ours is used, or it doesn't fit."""
         if not cell.policy.caches or isinstance(cell.policy, Contestant):
             return None
-        if cell.evict == "prompt":  # which is read under full attention
+        if cell.evict == "prompt":  # prompts are read under full attention
             config = _DENSE
         else:
             config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict, cell.kv)
@@ -100,12 +103,12 @@ class Speeds:
         return Rates(self._block(held // 2) + full * added.token, added.step)
 
     def check_seconds(self, rates: Rates) -> float:
-        """Seconds of the check before a cell, which is remembered for cells of the same policy, capacity and moment."""
+        """Return the seconds of the check before a cell. Cells with the same cache configuration share a check."""
         return min(_MOST_CHECK_SECONDS, _CHECK_TOKENS * rates.token)
 
     @torch.inference_mode()
     def _block(self, cached: int) -> float:
-        """Seconds per token of a large block under full attention, the loss included."""
+        """Measure the seconds per token of a large block under full attention, the loss included."""
         cached = 1 << max(0, cached // _BLOCK_TOKENS).bit_length()  # a few sizes, in blocks
         if cached not in self._blocks:
             read = self._filled(_DENSE, 1, (cached - 1) * _BLOCK_TOKENS)
@@ -116,7 +119,7 @@ class Speeds:
         return self._blocks[cached]
 
     def _adds(self, config: CacheConfig, streams: int, held: int) -> Rates:
-        """Return the seconds that a policy adds to a token read in a block, and those of a decode step."""
+        """Return the seconds that a policy adds to a token read in a block, and the seconds of a decode step."""
         tokens = min(held, config.capacity or held)
         streams = max(1, min(streams, _MOST_STREAMS.get(self._model.device.type, 1), self._fitting(tokens)))
         key = repr(replace(config, seed=0)), streams, 0 if config.capacity is None else tokens
@@ -144,15 +147,15 @@ class Speeds:
 
     @staticmethod
     def _rounds(seconds: float) -> int:
-        """Times to repeat a read that takes so long."""
+        """Return the number of repetitions of a read that takes this many seconds."""
         return max(1, min(_MOST_ROUNDS, int(_ROUNDS_SECONDS / seconds)))
 
     def _filled(self, config: CacheConfig, streams: int, tokens: int) -> CachedDecoder:
-        """A decoder whose streams all hold the same random keys and values."""
+        """Create a decoder whose streams all hold the same random K and V."""
         decoder = CachedDecoder(self._model, config, 1, FASTEST)
         decoder.fill_randomly(max(0, min(tokens, self._model.longest - _ROOM_TOKENS)))
         return decoder if streams == 1 else decoder.fork([0] * streams)
 
     def _fitting(self, tokens: int) -> int:
-        """Streams whose caches take little memory."""
+        """Return the number of streams whose caches take little memory."""
         return int(_MOST_CACHE_BYTES // max(1, self._model.kv_bytes(max(1, tokens))))

@@ -1,4 +1,4 @@
-"""Chooses what `bench which` measures: cells in order, the most telling first, as many as the time allows."""
+"""Choose the cells that `bench which` measures: the most informative cells first, as many as the time allows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvbench.harness.suite import Cell, ModelSpec, load
 
 TRIAL_SHARE = 0.15  # of the time, after which no more policies are tried
 _LEAST_EVICTED = 64  # tokens of a stream beyond the budget
-_STREAMS, _MOST_STREAMS = 24, 100  # a few more than an interval needs; and enough
+_STREAMS, _MOST_STREAMS = 24, 100  # slightly more than an interval needs, and the maximum
 _CORE_SHARE = 0.5  # of the time: for the text under the first policies
-_TIERS = (  # the most telling policies first
+_TIERS = (  # the most informative policies first
     ("dense", "sink_window", "random", "h2o"),
     ("snapkv", "expected_attention", "keydiff", "tova"),
     ("adakv", "pyramidkv", "cake", "lagkv", "knorm", "rkv"),
@@ -41,11 +41,11 @@ _FACTS = ("kvbench_facts_popular", "kvbench_facts_needle")  # questions that a p
 def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estimator, left: float) -> tuple[str, list[str]]:
     """Choose streams and questions that fit into the `left` seconds, for policies that keep `budget` tokens per KV head.
 
-    The text is read from the directory `data`; built-in prose if that is None. Returns the content of a suite's file, and
-    sentences on what is left out, and why.
+    The text is read from the directory `data`; None reads built-in prose. Returns the content of a suite file, and sentences on
+    policies and questions that are left out, with reasons.
 
     Raises:
-        UserError: the model is not available or has no tokenizer, it can't read more than the budget, or there is no text.
+        UserError: the model is not available, has no tokenizer or can't read more than the budget; or there is no text.
     """
     tokenizer = load_tokenizer(model_directory(model.id, model.revision, model.pickle, model.gguf_file))
     speeds = estimator.speeds(model)
@@ -89,7 +89,7 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
 
 
 def ordered(cells: Sequence[Cell]) -> list[Cell]:
-    """Return cells in the order in which they are measured: text, prompts, questions, each policy tier a stage later."""
+    """Return cells in the order of measurement: text, prompts, questions; each policy tier comes a stage later."""
 
     def place(cell: Cell) -> tuple[int, int]:
         stage = 2 if cell.task.name != "perplexity" else 0 if cell.task.prompt is None else 1
@@ -99,20 +99,23 @@ def ordered(cells: Sequence[Cell]) -> list[Cell]:
 
 
 class Deadline:
-    """Decides before each group of cells whether it is still measured."""
+    """Decides before each group of cells whether to measure the group."""
 
     def __init__(
         self, cells: Sequence[Cell], until: float, estimator: Estimator, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`until` is a moment of `clock`. Cells are estimated when the first group's turn comes: all may be finished."""
+        """Store the cells. They are estimated only when the first group's turn comes, because all groups may be finished.
+
+        until: moment of `clock`.
+        """
         self._cells, self._until, self._clock = cells, until, clock
         self._estimator: Estimator | None = estimator
-        self._seconds: dict[str, float] = {}  # of each cell, estimated
-        self._began, self._planned = 0.0, 0.0  # of the groups before: the moment of the first, and their estimated seconds
-        self._left_out = Counter[str]()  # cells, by the reason
+        self._seconds: dict[str, float] = {}  # estimated seconds by cell id
+        self._began, self._planned = 0.0, 0.0  # start of the first group, and estimated seconds of all groups so far
+        self._left_out = Counter[str]()  # number of cells, by reason
 
     def wants(self, group: Sequence[Cell], records: Mapping[str, Record]) -> bool:
-        """Return whether a group fits into the rest of the time, and dense was measured at its task, and can do it."""
+        """Return whether a group fits into the remaining time, and dense was measured at its task and can solve it."""
         if self._estimator is not None:
             self._seconds = {row.cell.id: row.seconds or 0.0 for row in self._estimator.estimates(self._cells)}
             self._seconds[self._cells[0].id] += self._estimator.load_seconds
@@ -142,7 +145,7 @@ def _tier(cell: Cell) -> int:
 
 
 def _policies(budget: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the entries of the policies that can serve the budget, and a sentence on each of the others."""
+    """Return the entries of the policies that can serve the budget, and a sentence on each policy that can't."""
     sinks: dict[str, dict[str, Any]] = {"sink_window": {"sinks": 4}, "random": {"sinks": 4, "window": budget // 2}}
     chosen, notes = [], []
     for name in (name for tier in _TIERS for name in tier):
@@ -166,7 +169,7 @@ def _core_seconds(fields: Mapping[str, Any], estimator: Estimator) -> float:
 
 
 def _questions(names: Sequence[str], least: int, trained: int, tokenizer: Any) -> list[str]:
-    """Return the kinds of questions whose prompts have at least so many tokens, and no more than the model was trained on."""
+    """Return the kinds of questions whose prompts have at least `least` and at most `trained` tokens."""
     lm_eval, kinds = plugins.task_class("lm_eval"), []
     for kind in names:
         lengths = lm_eval.data(lm_eval.options(tasks=kind, limit=MIN_BLOCKS), lambda: tokenizer, None).lengths

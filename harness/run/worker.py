@@ -1,4 +1,4 @@
-"""Measures the cells of an order, in a child process on this machine or in a worker on Ray."""
+"""Measure the cells of an order, in a child process on this machine or in a worker on Ray."""
 
 from __future__ import annotations
 
@@ -33,24 +33,21 @@ class Worker:
     """Measures groups of an order."""
 
     def __init__(self, order: Order, report: Report, own_process: bool = False) -> None:
-        """Set up the worker, without loading a model.
-
-        `own_process`: this process is there for one group.
-        """
+        """Prepare the worker, without loading a model. own_process: this process measures a single group."""
         torch.set_num_threads(order.threads)
         with contextlib.suppress(OSError):  # on another machine
             os.chdir(order.folder)
         self._order, self._report = order, report
         self._machine = Machine(order.options, order.cells, own_process)
         self._directories: dict[ModelSpec, Path] = {}
-        self._codes: set[str] = set()  # digests of policies whose code is the same here
-        self._data: dict[str, Data] = {}  # that this process has read, by fingerprint; the last few
+        self._codes: set[str] = set()  # digests of policies whose code was checked
+        self._data: dict[str, Data] = {}  # last data that this process has read, by fingerprint
 
     def check(self) -> None:
-        """Look for the models, the code and the data of all cells.
+        """Check the models, the code and the data of all cells.
 
         Raises:
-            UserError: something is not here, or differs from that of the process that started the run.
+            UserError: a model, code or data are missing here, or differ from those of the process that started the run.
         """
         items = [item for group in self._order.groups for item in group]
         for item in {(item.cell.model, item.facts["policy_sha256"], id(item.data)): item for item in items}.values():
@@ -59,10 +56,12 @@ class Worker:
     def measure(self, number: int, references: Sequence[Record | None], scratch: Path) -> GroupOutcomes:
         """Measure the cells of a group.
 
-        `references` has a record for each cell that is compared with one. Files are written to `scratch`, an empty folder.
+        Args:
+            references: record that each cell is compared with; None for cells without a reference.
+            scratch: empty folder to which files are written.
 
         Raises:
-            UserError: a model can't be driven exactly, a cache doesn't fit, or something is missing or different here.
+            UserError: a model can't be driven exactly, a cache doesn't fit, or models, code or data are missing or differ here.
         """
         watcher, outcomes = _Watcher(self._report), dict[str, Outcome]()
 
@@ -77,7 +76,7 @@ class Worker:
         """Return a cell with the directory and the data of this machine.
 
         Raises:
-            UserError: something is not here, or differs from that of the process that started the run.
+            UserError: a model, code or data are missing here, or differ from those of the process that started the run.
         """
         model, code = item.cell.model, item.facts["policy_sha256"]
         if model not in self._directories:
@@ -107,10 +106,10 @@ class Worker:
 
 
 class _Watcher(RunWatcher):
-    """Reports the tokens now and then, and keeps the notes.
+    """Reports progress at intervals, and keeps the notes.
 
     Attributes:
-        notes: (label, text).
+        notes: (label, text) of each note.
     """
 
     def __init__(self, report: Report) -> None:
@@ -118,7 +117,7 @@ class _Watcher(RunWatcher):
         self._report, self._last = report, 0.0
 
     def advance(self, tokens: int, text: str, worker: str = "") -> None:
-        """Report the tokens, unless that was done just now."""
+        """Report the progress, unless the last report is very recent."""
         now = time.monotonic()
         if now - self._last >= _SECONDS_BETWEEN_REPORTS:
             self._last = now
@@ -133,7 +132,7 @@ def _directory(item: Prepared) -> Path:
     """Return the directory of a cell's model on this machine.
 
     Raises:
-        UserError: there is none, or its files differ.
+        UserError: the model is not available, or its files differ.
     """
     spec = item.cell.model
     directory = item.directory
