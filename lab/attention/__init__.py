@@ -1,6 +1,6 @@
-"""What the lab adds to the attention task: vision transformers and encoders, massive activations, attention lost to eviction.
+"""The lab's attention task, with vision transformers and encoders, massive activations, and attention lost to eviction.
 
-`lab/entry_points.txt` names the task, so that it takes the place of the one of the harness.
+`lab/entry_points.txt` names the task, so that it replaces the attention task of the harness.
 
 Source: massive activations of Sun et al. 2024, arXiv:2402.17762; outliers among the patches of vision transformers of Darcet et
     al. 2023, arXiv:2309.16588.

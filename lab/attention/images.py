@@ -43,17 +43,17 @@ def require_pillow(who: str) -> None:
     """Check that Pillow, which decodes images, is installed.
 
     Raises:
-        UserError: it is not.
+        UserError: Pillow is not installed.
     """
     if importlib.util.find_spec("PIL") is None:
         raise UserError(f"{who} needs the package 'pillow': pip install 'kv-bench[vision]'")
 
 
 def in_directory(directory: Path) -> Images:
-    """The .png and .jpg files of a directory, and of those inside, sorted by name; or the one file that it is.
+    """Return the .png and .jpg files of a directory and its subfolders, sorted by name. `directory` may be a single file.
 
     Raises:
-        UserError: it does not exist, there are none, or Pillow is not installed.
+        UserError: the directory does not exist or has no images, or Pillow is not installed.
     """
     files = files_below(directory, _SUFFIXES)
     if not files:
@@ -63,12 +63,12 @@ def in_directory(directory: Path) -> Images:
 
 
 def on_hub(dataset: str, split: str, most: int) -> Images:
-    """The first `most` images of "owner/name" or "owner/name@revision" on the hub, or of a directory that `datasets` can load.
+    """Return the first `most` images of "owner/name" or "owner/name@revision" on the hub, or of a directory for `datasets`.
 
-    Rows are streamed, so that no more than those images are downloaded, and held as the files that they are.
+    Rows are streamed, so that only these images are downloaded. Images are held as encoded files.
 
     Raises:
-        UserError: it can't be loaded, it has no column of images, or Pillow is not installed.
+        UserError: the data set can't be loaded or has no column of images, or Pillow is not installed.
     """
     source = f"{dataset} {split}"
     require_pillow(f"{source}: reading images")

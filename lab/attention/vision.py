@@ -193,7 +193,7 @@ def load_image_reader(directory: Path) -> ImageReader:
     """Load the image reader of a model from the directory of its files or, for random weights, from its config file.
 
     Raises:
-        UserError: it is no vision transformer, or its image processor can't be loaded.
+        UserError: the model is no vision transformer, or its image processor can't be loaded.
     """
     name, config = directory.stem if directory.is_file() else directory.name, read_config(directory)
     tower = vision_config(config)

@@ -80,7 +80,7 @@ class Repeats(_Strict):
         return self
 
     def tokens(self, progress: float) -> int:
-        """How many tokens they are drawn from, given the share of the steps that are done."""
+        """Return the number of tokens from which samples are drawn, given the completed share of the steps."""
         (start, end), last = self.widen, self.vocabulary if self.widest is None else self.widest
         grown = 1.0 if progress >= end else max(0.0, progress - start) / (end - start)
         return self.vocabulary + round((last - self.vocabulary) * grown)
@@ -286,10 +286,10 @@ class PretrainConfig(_Strict):
 
 
 def find(name: str) -> Path:
-    """The file of a configuration, given its path or the name of a bundled one.
+    """Return the file of a configuration, given its path or the name of a bundled configuration.
 
     Raises:
-        UserError: it is neither.
+        UserError: `name` is neither.
     """
     if Path(name).exists():
         return Path(name)

@@ -233,7 +233,7 @@ def _optimizer(config: PretrainConfig) -> tuple[type[torch.optim.Optimizer], dic
 
 
 def _workers(device: torch.device) -> int:
-    """How many processes draw samples; 0: the one that trains."""
+    """Return the number of processes that draw samples; 0: the training process draws them."""
     return 0 if device.type == "cpu" else min(_MOST_WORKERS, cores())
 
 

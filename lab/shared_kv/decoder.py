@@ -32,11 +32,11 @@ class Setting:
     """Configuration of a decoder.
 
     Attributes:
-        policy: not yet bound to the capacity. One token per KV head is evicted after each step, once the cache is full.
+        policy: policy that is not yet bound to the capacity. After the cache is full, one token per KV head is evicted per step.
         capacity: tokens per KV head kept between steps; None for a policy that never evicts.
-        positions: where RoPE puts a cached token.
+        positions: mode of the positions that RoPE gives to cached tokens.
         limit: largest distance in position mode `clamped`, in tokens.
-        seed: of the policy's random numbers.
+        seed: seed of the policy's random numbers.
     """
 
     policy: Policy
@@ -50,11 +50,11 @@ class _Cache:
     """Tokens of one layer that computes K and V, oldest first.
 
     Attributes:
-        keys: unrotated, paired. [B, H, n, D].
-        values: [B, H, n, Dv].
-        position: in the stream. [B, H, n] int64.
-        states: one tensor per statistic. [B, H, n, *k] float32, or [B, H, *k] float64 for one that is kept per head.
-        lags: a layer that reads the cache comes before the layer that writes it.
+        keys: unrotated keys with paired dims. [B, H, n, D].
+        values: values. [B, H, n, Dv].
+        position: positions in the stream. [B, H, n] int64.
+        states: tensor of each statistic. [B, H, n, *k] float32, or [B, H, *k] float64 for a statistic per head.
+        lags: whether a layer that reads the cache comes before the layer that writes it.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class _Cache:
         """Begin without tokens.
 
         Args:
-            shape: of the writing layer, with the query heads of all readers.
-            index: among all `caches` of the model.
-            output: of all readers, as `Written.output` has it.
+            shape: shape of the writing layer, with the query heads of all readers.
+            index: index of the cache among all `caches` of the model.
+            output: output weights of all readers, in the form of `Written.output`.
             streams: B.
-            dtype: of K and V.
+            dtype: dtype of K and V.
         """
         self._shape, self._setting, self._index, self._caches, self._output = shape, setting, index, caches, output
         self.lags = lags

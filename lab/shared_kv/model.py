@@ -123,7 +123,7 @@ class _Layers(llama.LlamaModel):
         """[B, T] int64 -> [B, T, E].
 
         Raises:
-            ValueError: it is given a cache or a mask, which it can't heed.
+            ValueError: a cache or a mask is given, which the model does not support.
         """
         if past_key_values is not None or (attention_mask is not None and not bool(attention_mask.all())):
             raise ValueError("a kv_bench_lckv reads whole texts without padding, and keeps no cache itself: see bench shared-kv")

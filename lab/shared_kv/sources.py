@@ -1,4 +1,4 @@
-"""Which layer's K and V each layer reads, according to a model's config."""
+"""Sources of layers: the layer whose K and V each layer reads, according to a model's config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kv_sources(config: Any) -> list[int]:
 
 
 def why_unserved(sources: Sequence[int], layers: int) -> str:
-    """Why layers can't read these layers' K and V; empty if they can."""
+    """Return the reason that layers can't read the K and V of these sources; empty if they can."""
     if len(sources) != layers:
         return f"kv_layers names {len(sources)} layers, expected num_hidden_layers = {layers}"
     for layer, source in enumerate(sources):

@@ -1,4 +1,4 @@
-"""How often 95 % intervals contain the true mean, by simulation. This takes a quarter of an hour on one core.
+"""Coverage of 95 % intervals: the share of simulations whose interval contains the true mean. Takes 15 minutes on one core.
 
 `python -m kvbench.lab.studies.interval_coverage` prints the tables of docs/statistics.md. Every process has mean 0. It simulates
 the sums over runs of `RUN` tokens that records keep. A table cell is `95.3 (1.09)`: percent of intervals that contain the mean,
@@ -152,16 +152,17 @@ def coverage(series: Array, method: Method, size: int = RUN, capacity: int = 128
 
 
 def coverage_of_looks(series: Array, looks: list[int], planned: int, capacity: int = 128) -> tuple[float, float]:
-    """Return two percentages: of intervals and of texts.
+    """Return two percentages of coverage, for one stopping rule and for all looks at once.
 
-    The first is of intervals that contain 0 where reading stops at half the median width of the first look; the second is of
-    texts in which the intervals of all looks do, as a reader needs who stops whenever it suits.
+    The first is the percentage of intervals that contain 0 if reading stops at half the median width of the first look. The
+    second is the percentage of texts in which the intervals of all looks contain 0. It applies to a reader who may stop at any
+    look.
 
     Args:
         series: sums over runs of whole texts. [R, n].
-        looks: tokens read at each.
-        planned: looks that intervals are corrected for; 1 for no correction.
-        capacity: of the cache.
+        looks: tokens read at each look.
+        planned: number of looks for which intervals are corrected; 1 for no correction.
+        capacity: capacity of the cache in tokens.
     """
     found = [[interval(x[: n // RUN], np.full(n // RUN, float(RUN)), RUN, capacity, planned) for n in looks] for x in series]
     ends = np.array([[(i.low, i.high) for i in text] for text in found])  # [R, looks, 2]

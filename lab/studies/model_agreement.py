@@ -24,10 +24,10 @@ class Pair(NamedTuple):
 
     Attributes:
         first: the task under one model.
-        second: the same kind of task under the other.
-        policies: number of policies that both have.
-        tau: Kendall's; nan if one of both does not order them.
-        p: chance that random scores agree as much, not corrected.
+        second: task of the same kind under the other model, or on the other text.
+        policies: number of policies in both tasks.
+        tau: Kendall's tau; nan if one task does not order the policies.
+        p: probability that random scores agree as much, not corrected.
     """
 
     first: Ours

@@ -48,8 +48,8 @@ class Model:
         name: in the lines of its cells.
         parameters: number of weights.
         hidden: width of a layer.
-        seed: of its weights and samples.
-        tokens: of its training.
+        seed: seed of the model's weights and samples.
+        tokens: number of training tokens.
     """
 
     name: str

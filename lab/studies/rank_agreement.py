@@ -27,8 +27,8 @@ class Scores:
     """Scores of our policies in one task.
 
     Attributes:
-        units: of each policy, a score for each question or text; more is better. [P, N].
-        draws: of each policy, the mean: [0] as measured, the rest drawn anew. [P, 1 + R].
+        units: scores of each policy for each question or text; larger scores are better. [P, N].
+        draws: mean score of each policy: as measured at index 0, then resampled. [P, 1 + R].
     """
 
     units: Values
@@ -55,13 +55,13 @@ class Agreement:
     """Mean rank correlations with the tables that count: over those of each origin, then over origins.
 
     Attributes:
-        tables: how many.
-        origins: how many papers and leaderboards they are from.
-        policies: of the table with most.
-        tau: Kendall's.
-        tau_interval: 95 %, bootstrap.
-        rho: Spearman's.
-        rho_interval: 95 %, bootstrap.
+        tables: number of tables.
+        origins: number of papers and leaderboards with these tables.
+        policies: number of policies in the largest table.
+        tau: Kendall's tau.
+        tau_interval: 95 % bootstrap interval of tau.
+        rho: Spearman's rho.
+        rho_interval: 95 % bootstrap interval of rho.
     """
 
     tables: int
@@ -74,16 +74,16 @@ class Agreement:
 
 
 def drawn(units: Values, answers: bool) -> Values:
-    """The score of each policy as measured, then drawn anew. [P, N] -> [P, 1 + R].
+    """Return the score of each policy as measured, then resampled. [P, N] -> [P, 1 + R].
 
-    A share of right answers is drawn from its posterior under Jeffreys' prior, so that none right of 100 isn't certain:
-    drawing among the same answers would give 0 every time. Each policy is drawn by itself, although the questions are the
-    same, which makes intervals wider. Texts are drawn with replacement, the same for all policies.
+    A share of right answers is drawn from its posterior under Jeffreys' prior. Resampling the answers themselves would give 0 in
+    every draw if no answer is right. Policies are drawn independently although they have the same questions, which makes
+    intervals wider. Texts are drawn with replacement, with equal draws for all policies.
     Source: Brown, Cai and DasGupta 2001, Statistical Science 16(2), 101-133.
 
     Args:
-        units: of each policy, a score for each question or text.
-        answers: the scores are 1 for right and 0 for wrong.
+        units: scores of each policy for each question or text. [P, N].
+        answers: whether scores are 1 for right and 0 for wrong answers.
     """
     draw, (policies, count) = np.random.default_rng(0), units.shape
     if answers:
@@ -113,9 +113,9 @@ def friedman(units: Values) -> float:
 
 
 def agreement(ours: Scores, tables: Sequence[Table]) -> Agreement | None:
-    """How our scores order the policies of published tables; None if they differ by no more than noise in all of them.
+    """Return the agreement of our scores with published tables; None if our scores differ only by noise in all tables.
 
-    Intervals draw origins, not tables: eight tables of one paper are no eight papers.
+    The bootstrap draws origins, not tables, because the tables of one paper are not independent.
     """
     counted = [one for one in tables if differ(ours, frozenset(one.policies))]
     if not counted:

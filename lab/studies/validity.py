@@ -49,13 +49,13 @@ class Source:
     """Tables of one benchmark in one paper or leaderboard.
 
     Attributes:
-        name: of the tables.
-        origin: the paper or leaderboard.
-        where: in it.
-        benchmark: what was scored.
+        name: name of the tables.
+        origin: paper or leaderboard.
+        where: place in the origin.
+        benchmark: benchmark that was scored.
         question: "seen" or "unseen" by the policy when it evicts.
-        rules: which of our policies was run, by its name in the tables, where it is not the default.
-        tables: score by policy, of each model and budget; more is better.
+        rules: our policy for each name in the tables, unless the names are equal.
+        tables: score of each policy, for each model and budget; larger scores are better.
     """
 
     name: str
@@ -77,11 +77,11 @@ class Ours:
     """A task of ours under one model.
 
     Attributes:
-        model: its name.
-        task: its name.
-        question: "seen" or "unseen" when a policy evicts; "-" where nothing is asked.
-        records: of the policies.
-        scores: of these.
+        model: name of the model.
+        task: name of the task.
+        question: "seen" or "unseen" when a policy evicts; "-" for tasks without questions.
+        records: records of the policies.
+        scores: scores of the records.
     """
 
     model: str
@@ -242,7 +242,7 @@ def _verdict(found: Mapping[str, Sequence[Comparison]]) -> str:
 
 
 def _numbers(tasks: Sequence[Comparison]) -> str:
-    """How many tables a task was held to."""
+    """Describe the number of tables with which tasks were compared."""
     most = max(tasks, key=lambda one: len(one.tables), default=None)
     counted = [one.agreement.tables for one in tasks if one.agreement]
     if most is None or not counted:
