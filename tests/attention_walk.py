@@ -21,16 +21,16 @@ from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Written
 
 @dataclass
 class Past:
-    """What a rule of the literature may look at in a layer of one stream, in plain lists. Lists over KV heads come first.
+    """Inputs of a published rule in a layer of one stream, as plain lists. Lists over KV heads come first.
 
     Attributes:
         held: positions that each KV head holds, oldest first. [H][...]
-        logits: of each query head's attention at each step to the positions held then. [H][step][G][position]
-        weights: their softmax.
-        keys: rotated to their positions in the stream. [H][N][D]
-        ids: of the tokens. [N]
-        uniform: a random number of every head and position. [H][N]
-        prompt: tokens of the prompt.
+        logits: logits of each query head at each step, for the positions held at that step. [H][step][G][position]
+        weights: softmax of `logits`.
+        keys: keys rotated to their positions in the stream. [H][N][D]
+        ids: token ids. [N]
+        uniform: random number of every head and position. [H][N]
+        prompt: number of tokens of the prompt.
     """
 
     keys: list[list[list[float]]]

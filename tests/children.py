@@ -1,4 +1,4 @@
-"""What stands in for `child.measure`, and functions that child processes run in place of `run_child`, which they find by name."""
+"""Substitutes for `child.measure`, and for `run_child` in child processes, which find the functions by name."""
 
 from __future__ import annotations
 

@@ -103,12 +103,12 @@ class Case:
 
     @property
     def shape(self) -> LayerShape:
-        """Of the layer."""
+        """Shape of the layer."""
         return SHAPES[self.model]
 
     @property
     def formulas(self) -> Formulas:
-        """Of the policy."""
+        """Traced formulas of the policy."""
         return traced(self.policy.bind(64), TRITON)
 
     @property
@@ -184,14 +184,14 @@ class Kernel(NamedTuple):
     """A kernel as it is launched.
 
     Attributes:
-        title: shown.
-        function: of Triton.
-        constants: by the names of arguments.
-        types: of all arguments, in Triton's words.
-        is_aligned: whether a number or an address, by the argument's name and type, is a multiple of 16.
-        warps: of a program; Triton's default when None.
+        title: name shown in output.
+        function: Triton function.
+        constants: values of constant arguments, by name.
+        types: Triton's types of all arguments, by name.
+        is_aligned: returns whether a number or an address is a multiple of 16, given the argument's name and type.
+        warps: number of warps of a program; None: Triton's default.
         aliases: arguments that are views of other arguments.
-        alone: no element may belong to several threads.
+        alone: whether each element must belong to a single thread.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""One instance of every policy that evicts, for tests that hold for all of them."""
+"""Instances of every policy that evicts, for tests that apply to all policies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LONGEST = 400  # tokens of a stream that `replay` can replay, and the largest ca
 
 
 def instances(folder: Path, names: list[str] | None = None) -> dict[str, Policy]:
-    """Policies by name, with their defaults but for windows that would not fit into the small caches of tests.
+    """Return policies by name, with their defaults except for windows that would not fit into the small caches of tests.
 
     Args:
-        folder: to write the files to that some need.
-        names: of the policies; all that evict from a cache when None.
+        folder: folder for the files that some policies need.
+        names: names of the policies; None: all policies that evict from a cache.
     """
     table, replay = folder / "heads.json", folder / "map.pt"
     table.write_text(json.dumps({"importance": [[0.1 * (3 * x + y + 1) for y in range(HEADS)] for x in range(LAYERS)]}))

@@ -258,7 +258,7 @@ def changed(was: Record, **parts: Any) -> Record:
 
 
 def edit(made: Record, **parts: Any) -> Record:
-    """The same change, made to the record itself."""
+    """Change a record in place, as `changed` changes a copy."""
     vars(made).update(vars(changed(made, **parts)))
     return made
 

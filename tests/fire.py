@@ -74,7 +74,7 @@ def kill(child: int, number: int) -> list[psutil.Process]:
 
 
 def still_there(processes: list[psutil.Process], seconds: float = 5.0) -> int:
-    """How many of these processes are still alive after some seconds. Returns early if none is."""
+    """Return the number of processes that are still alive after some seconds. Returns early if all have ended."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     for process in alive:
         process.kill()
@@ -87,11 +87,11 @@ def fire(
     """Kill runs and resume them.
 
     Args:
-        kills: how many.
-        seed: of the moments.
+        kills: number of runs to kill.
+        seed: seed of the times of killing.
         most: maximum seconds before a run is killed.
-        suite: to run.
-        signals: chosen at random to end runs.
+        suite: text of the suite to run.
+        signals: signals to end runs, chosen at random.
 
     Returns:
         Counts: kills, runs that ended before their kill, records finished at the kill, damaged, lost, failed,

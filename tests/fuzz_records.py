@@ -171,13 +171,13 @@ def fuzz(mutations: int, seed: int = 0, at_once: int = 5, told: Callable[[str], 
     """Mutate records, and run every command over them and the valid ones.
 
     Args:
-        mutations: how many.
-        seed: of the mutations.
-        at_once: mutated records in a folder.
+        mutations: number of mutations.
+        seed: seed of the mutations.
+        at_once: number of mutated records in a folder.
         told: called with each failure.
 
     Returns:
-        How often each command ended in each way, e.g. "leaderboard: exit 0".
+        Number of times that each command ended in each way, e.g. "leaderboard: exit 0".
     """
     draw, seen = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as sources:

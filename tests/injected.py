@@ -46,16 +46,16 @@ Broken = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Injection:
-    """A regression, and how the gate notices it.
+    """A regression, and the check of the gate that detects it.
 
     Attributes:
         broken: context that breaks the code.
-        tasks: whose cells show it.
-        caught: the check that must be red or "not comparable"; None if the gate does not notice it.
-        because: why the gate does not notice it.
-        walk: it breaks the plain walk, so that must be used.
-        hides: the policy whose steps are slower, and by which share. A wider band hides it.
-        shows: which cells of these tasks show it. Baselines without such cells leave it out.
+        tasks: tasks whose cells show the regression.
+        caught: check that must fail or be "not comparable"; None if the gate does not detect the regression.
+        because: reason that the gate does not detect the regression.
+        walk: whether the regression is in the plain walk, which must then be used.
+        hides: policy whose steps are slower, and by which share. A wider band hides the regression.
+        shows: returns whether a cell of these tasks shows the regression. Baselines without such cells leave it out.
     """
 
     broken: Broken
@@ -181,7 +181,7 @@ def shorter_window() -> AbstractContextManager[None]:
 
 
 def shared_statistics() -> AbstractContextManager[None]:
-    """What a fork of a cache adds to a statistic is added to the cache's own, too."""
+    """Make forks share statistics: additions to a fork's statistic also change the statistic of the cache."""
 
     def fork(plain, self, streams):
         other, tensors = plain(self, streams), self.tensors
@@ -393,7 +393,7 @@ def other_gold(shifted: bool) -> AbstractContextManager[None]:
 
 
 def other_text() -> AbstractContextManager[None]:
-    """One word of the generated text is different."""
+    """Replace a word of the generated text."""
     return changed(Prose, "text", lambda plain, self, length: plain(self, length).replace("river", "brook"))
 
 

@@ -37,16 +37,16 @@ def by_distance_from_mean(held: list[Held], step: int, layer: int, head: int) ->
 
 @dataclass
 class BudgetBackend(ListBackend):
-    """Reads one stream token by token under budgets.
+    """Reference that reads one stream token by token under budgets.
 
     Attributes:
-        worth: of the tokens of a head.
+        worth: returns the importance of a head's tokens.
         table: budget of every head. [L][H].
-        every: tokens that go at once.
-        floor: heads of a layer compete, and each keeps at least this many.
-        prompt: tokens read before anything goes; 0: none.
-        grows: after the prompt nothing goes.
-        pages: whole ones go, of `every` tokens.
+        every: number of tokens evicted at once.
+        floor: smallest number of tokens per head if the heads of a layer share a budget; else None.
+        prompt: tokens read before the first eviction; 0: none.
+        grows: whether nothing is evicted after the prompt.
+        pages: settings if whole pages of `every` tokens are evicted.
     """
 
     worth: Worth = field(default=by_key_norm)

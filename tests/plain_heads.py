@@ -1,4 +1,4 @@
-"""One head's queries, keys and values as lists of numbers, for references written without tensors.
+"""Queries, keys and values of a head as lists of numbers, for references written without tensors.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, N tokens of the prompt.
 """
@@ -23,13 +23,13 @@ Vector = list[float]
 
 @dataclass(eq=False)
 class Head:
-    """One KV head of one layer over a prompt. Pairs of dims that RoPE rotates together are neighbours."""
+    """A KV head of a layer over a prompt. Pairs of dims that RoPE rotates together are neighbours."""
 
     keys: list[Vector]  # unrotated
     values: list[Vector]
-    queries: list[list[Vector]]  # unrotated; of each query head, then of each token
-    frequencies: Vector  # of each pair of dims, in radians per position
-    output: list[list[Vector]]  # of each query head, a row for each number of the layer's output
+    queries: list[list[Vector]]  # unrotated; by query head, then by token
+    frequencies: Vector  # frequency of each pair of dims, in radians per position
+    output: list[list[Vector]]  # output weights by query head, then by element of the layer's output
 
     @cache  # noqa: B019 - the heads of a few prompts
     def rotated_key(self, position: int) -> Vector:
@@ -103,13 +103,13 @@ class Case:
         return prompt_views(model_of(self.family), self.tokens, policy)
 
     def expected(self, score: Score, budget: int) -> list[list[list[list[int]]]]:
-        """What each layer, stream and head keeps of the prompt."""
+        """Return the positions of the prompt that each layer, stream and head keeps."""
         held = list(range(self.tokens.shape[1]))
         return [[[best(worth, held, budget) for worth in heads] for heads in layer] for layer in self.scores(score)]
 
     @cache  # noqa: B019 - a test asks for several budgets
     def scores(self, score: Score) -> list[list[list[Vector]]]:
-        """Of all tokens of the prompt, by layer, stream and head."""
+        """Return the scores of all tokens of the prompt, by layer, stream and head."""
         held = list(range(self.tokens.shape[1]))
         return [[[score(head, held) for head in heads] for heads in layer] for layer in self.heads]
 
@@ -145,14 +145,14 @@ def read(length: int, seed: int, family: str = "llama") -> Case:
 
 
 def shuffled(view: CacheView, policy: Policy, seed: int, sinks: int = 4, empty: int = 2) -> tuple[CacheView, list]:
-    """The cache some steps after evictions, with slots in any order and garbage in empty ones.
+    """Return the cache some steps after evictions, with slots in random order and arbitrary values in empty slots.
 
     Args:
-        view: after a prompt.
-        policy: whose statistics it has.
-        seed: of what is held and where. Head h holds h tokens fewer than the first; all hold the newest.
-        sinks: first tokens that are still held.
-        empty: slots that hold nothing, in the first head.
+        view: view after a prompt.
+        policy: policy whose statistics the view has.
+        seed: seed of the held tokens and their slots. Head h holds h tokens fewer than head 0; all heads hold the newest.
+        sinks: number of first tokens that are still held.
+        empty: number of empty slots in head 0.
 
     Returns:
         The view, and the positions that each stream's heads hold, oldest first. B lists of H lists.

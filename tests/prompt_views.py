@@ -21,7 +21,7 @@ from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Written
 
 @dataclass
 class Seen:
-    """One layer's attention over a whole prompt."""
+    """Attention of a layer over a whole prompt."""
 
     queries: Tensor  # unrotated, engine's order of dims. [B, H, G, N, D]
     keys: Tensor  # unrotated, engine's order of dims. [B, H, N, D]
@@ -77,7 +77,7 @@ def dense_pass(model: Model, tokens: Tensor) -> dict[int, Seen]:
 
 
 def prompt_views(model: Model, tokens: Tensor, policy: Policy, seed: int = 0) -> list[CacheView]:
-    """What a bound policy sees of every layer after a prompt. tokens: [B, N] int64."""
+    """Return the view of every layer that a bound policy gets after a prompt. tokens: [B, N] int64."""
     with torch.inference_mode():
         return [_view(model, layer, seen, tokens, policy, seed) for layer, seen in sorted(dense_pass(model, tokens).items())]
 

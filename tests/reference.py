@@ -20,7 +20,7 @@ from kvbench.harness.engine.model import Model
 
 @dataclass
 class Held:
-    """One token in the cache of one head."""
+    """A token in the cache of a head."""
 
     position: int
     key: Tensor
@@ -127,7 +127,7 @@ class ListBackend:
 
 @dataclass
 class WideLists(ListBackend):
-    """The same with float64 angles: by the family's own float32 tables some codes would round the other way."""
+    """`ListBackend` with float64 angles, because the family's float32 tables would round some codes differently."""
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
         """Rotate by float64 angles. [N, D] at [N] positions."""

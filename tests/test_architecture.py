@@ -97,7 +97,7 @@ def test_the_lab_stands_on_the_harness_and_nothing_on_the_lab():
 
 
 def test_the_engine_calls_at_most_six_functions_of_the_kernels():
-    """One module of the engine imports the package, and nothing of what is in it."""
+    """A single module of the engine imports the package of kernels, and no module of the package."""
     assert {m for m in imports(INTERFACE) if package_of(m) == "kernels"} == {"kvbench.harness.kernels"}
     tree = parsed(ROOT / "harness/kernels/__init__.py")
     public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -149,7 +149,7 @@ def attributes_set(function: ast.FunctionDef) -> set[str]:
 
 
 def test_no_attribute_is_born_outside_init():
-    """What changes from block to block is a value that is passed on, so a reader finds all state of an object in one place."""
+    """All state of an object is defined in its constructor. State that changes from block to block is passed on as a value."""
     for path in sorted([*(ROOT / "harness").rglob("*.py"), *(ROOT / "lab").rglob("*.py")]):
         for kind in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)):
             methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}

@@ -1,4 +1,4 @@
-"""When tokens are evicted, policies inside policies, and budgets: what a suite may say, and the messages for mistakes."""
+"""Times of eviction, policies inside policies, and budgets: valid notations in suites, and messages for mistakes."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_a_coded_cell_survives_its_record_and_its_order(tmp_path):
 
 
 def test_a_budget_in_bytes_knows_the_codec(tmp_path):
-    """As many tokens as fit, their codes, scales and exempt tokens counted: four bits hold more than twice as many."""
+    """A capacity counts codes, scales and exempt tokens. Four bits hold more than twice as many tokens."""
     shape = readable_shape(MODEL, None)
     cells = load(tmp_path, settings=["capacity={bytes: 256KiB}", "kv=[dtype, {codec: int4, exempt: {sinks: 4, recent: 32}}]"])
     plain, coded = (c for c in cells if c.name == "h2o")

@@ -1,4 +1,4 @@
-"""What bad budgets get: one line that names the suite's file and line, before anything is measured."""
+"""Messages for bad budgets: one line that names the suite's file and line, before anything is measured."""
 
 from __future__ import annotations
 

@@ -270,13 +270,13 @@ class Recent(Policy):
 
 
 class RecentFromTheStart(RecentAttention):
-    """The same statistic, without saying that only the last steps matter."""
+    """`RecentAttention` without the declaration that only the last steps matter."""
 
     last = None
 
 
 class Slow(Recent):
-    """The same policy."""
+    """`Recent` with the statistic of all steps."""
 
     statistics = (RecentFromTheStart(6),)
 

@@ -27,7 +27,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_texts_side_by_side_in_threads_are_those_one_by_one(family):
-    """Of two caches, of the model by itself, of another model of the family, and while the model is checked."""
+    """Covers two caches, the model by itself, another model of the family, and a model that is being checked."""
     model, other = plain(family), copy.deepcopy(plain(family))
     prompts, options = [tokens_of(30, seed=seed) for seed in range(4)], {"do_sample": False, "max_new_tokens": 30}
     expected = [model.generate(prompt, **options) for prompt in prompts]
@@ -175,7 +175,7 @@ def test_keywords_of_generate_do_what_they_do_with_a_dynamic_cache():
 
 
 class Wrapper(torch.nn.Module):
-    """As PEFT's."""
+    """Wrapper like PEFT's."""
 
     def __init__(self, model):
         super().__init__()

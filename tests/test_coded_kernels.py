@@ -92,7 +92,7 @@ def test_any_coded_step_is_the_plain_one(policy, mode, capacity, tokens, name, g
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", [*(Codec(name, 8) for name in NAMES), Codec("int4", sinks=2, recent=6)], ids=str)
 def test_a_token_is_coded_as_plain_code_does_digit_for_digit(codec, dtype):
-    """Of the first layer, whose keys and values no attention has changed."""
+    """Compares the first layer, whose keys and values do not depend on attention."""
     reads = [CachedDecoder(model_of("llama", dtype), CacheConfig(H2O(), 9, kv=codec), method=m) for m in (BY_KERNEL, PLAIN_WALK)]
     for token in tokens_of(30).split(1, 1):
         for read in reads:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fast
 
 
 def shifted(nll: float, by: float):
-    """The same noise, with a slightly higher mean."""
+    """Return a record with equal noise and a slightly higher mean."""
     return record("h2o", 8, nll + by)
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to: no race between warps, nothing spilt, few instructions."""
+"""Compiled code of the Triton kernels: no race between warps, no spilled registers, few instructions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def add_one(x, n, BLOCK: tl.constexpr, BARRIER: tl.constexpr):  # noqa: N803
 
 
 def free_slot(x, n, BLOCK: tl.constexpr, BARRIER: tl.constexpr):  # noqa: N803
-    """As `release` does: all warps load a number, and at the end one stores it."""
+    """Load a number in all warps and store it in one warp at the end, as `release` does."""
     at = tl.load(x)
     if BARRIER:
         tl.debug_barrier()

@@ -98,7 +98,7 @@ def test_two_coins():
 
 
 def drawn(shift: float, samples=130, seed=0):
-    """What is compared of samples of 256 tokens."""
+    """Draw comparisons of predictions in samples of 256 tokens."""
     draw = np.random.default_rng(seed)
     compared = np.zeros((samples, 255), COMPARED)
     compared["kl"] = draw.exponential(0.02, compared.shape) + shift

@@ -32,7 +32,7 @@ def foreign(tmp_path):
 
 @pytest.mark.slow("measures suites")
 def test_a_foreign_tokenizer_that_fits_flags_every_row(foreign, tmp_path, capsys):
-    """One gave perplexity 6,511, and no word was said."""
+    """A foreign tokenizer once gave perplexity 6,511 without a flag."""
     suite = tmp_path / "mine.yaml"
     suite.write_text(
         "suite: mine\nversion: 1\ndescription: Mine.\nmodel: {id: none, revision: null}\ncapacity: 32\n"

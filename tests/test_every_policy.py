@@ -1,4 +1,4 @@
-"""What holds for every policy that ships, through the real engine: at a prompt's end, at every step, every five."""
+"""Properties of every policy that ships, in the real engine, with eviction after a prompt, at every step, every five."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_all(config: CacheConfig, tokens: torch.Tensor, size: int, method: Metho
 
 
 def numbers_kept(read: CachedDecoder) -> list[list[list[int]]]:
-    """How many tokens each head holds. [L][B][H]."""
+    """Return the number of tokens that each head holds. [L][B][H]."""
     return [[[len(head) for head in stream] for stream in layer] for layer in read.kept()]
 
 
@@ -196,7 +196,7 @@ def test_streams_side_by_side_are_each_alone(name, policies):
 
 
 def test_what_is_in_a_file_is_part_of_a_cell_and_a_changed_file_is_refused(policies, tmp_path):
-    """Of every policy that reads one; TriAttention may."""
+    """Covers every policy that needs a file, and TriAttention, which may read one."""
     table = tmp_path / "queries.pt"
     torch.save(torch.rand(LAYERS, HEADS, 2, 8, 3), table)
     readers = {name: p for name, p in policies.items() if getattr(p, "file", None)}

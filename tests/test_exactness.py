@@ -335,7 +335,7 @@ def test_k_and_v_are_stored_once_per_kv_head_and_capacity_plus_one():
 
 
 def test_slots_stay_where_they_are():
-    """Nothing is allocated or moved once the cache is full."""
+    """After the cache is full, no memory is allocated or moved."""
     read = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 16))
     read(tokens_of(40))
     tensors = read.walks[0].slots.tensors

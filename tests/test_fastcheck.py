@@ -45,7 +45,7 @@ def filled(config: CacheConfig, tokens: int, family: str = "llama", method=EAGER
 @pytest.mark.parametrize("config", [CacheConfig(SinkWindow(4), 20), CacheConfig(Window(), 20), CacheConfig(Dense())], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_filled_decoder_is_in_the_state_of_one_that_has_read(family, config, tokens):
-    """The same ranks, positions and free slots, where a policy says beforehand what it keeps."""
+    """Ranks, positions and free slots are equal if a policy's kept positions are known beforehand."""
     read, ours = CachedDecoder(model_of(family), config, 2), filled(config, tokens, family)
     read(tokens_of(tokens, 2))
     for theirs, slots in zip((w.slots.tensors for w in read.walks), (w.slots.tensors for w in ours.walks), strict=True):
@@ -62,7 +62,7 @@ def test_a_filled_decoder_is_in_the_state_of_one_that_has_read(family, config, t
 
 @pytest.mark.parametrize("policy", [H2O(), Random()], ids=lambda p: type(p).__name__)
 def test_a_filled_cache_is_full_where_what_is_kept_depends_on_the_tokens(policy):
-    """As many slots, every rank once, one free slot with the rank of an empty one, no position twice."""
+    """Every rank occurs once, one slot is free and has the rank of an empty slot, and no position occurs twice."""
     config = CacheConfig(policy, 12)
     read, ours = CachedDecoder(model_of("llama"), config, 2), filled(config, 40)
     read(tokens_of(40, 2))
@@ -158,7 +158,7 @@ def test_a_step_kernel_that_dies_leaves_blocks_fast(monkeypatch, config):
 
 @needs_compiler
 def test_a_closed_form_that_refuses_leaves_the_compiled_walk_and_steps(monkeypatch):
-    """As FlexAttention refuses heads below 16 dims."""
+    """FlexAttention, for example, refuses heads with fewer than 16 dims."""
     config = CacheConfig(SinkWindow(4), 8)
 
     def refuses(*args):

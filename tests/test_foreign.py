@@ -94,7 +94,7 @@ def test_an_evicting_layer_is_read_step_by_step_and_equals_the_policy_that_keeps
 
 
 def test_blocks_of_a_users_cache_are_trusted_as_far_as_they_were_checked(half):
-    """It would evict its first token after 400, which the check does not reach."""
+    """The cache would evict its first token after 400 tokens, which the check does not reach."""
     model, tokens = model_of("llama"), tokens_of(500)
     config = contestant(half, tokens=400)
     loop = own_loop(model, config).loop
@@ -154,7 +154,7 @@ def test_a_cache_that_holds_more_than_keys_and_values_is_not_reordered_by_halves
 
 
 def test_a_prompt_is_read_in_one_pass(half):
-    """As `generate` hands it over: a cache that evicts does so after the whole prompt."""
+    """`generate` passes the whole prompt at once, so a cache evicts after the whole prompt."""
     tokens = tokens_of(60, 2)
     read = opened("llama", half, 2)
     logits = read.read_prompt(tokens, 8)

@@ -134,7 +134,7 @@ def compiled_by(monkeypatch, tmp_path):
     ],
 )  # sliding windows, partial RoPE, experts and norms of queries and keys
 def test_compiled_steps_give_the_logits_of_eager_ones(family, backend, compiled_by):
-    """One compilation serves all steps, and only single tokens are compiled."""
+    """A single compilation serves all steps, and only steps of single tokens are compiled."""
     model, compiled, tokens = model_of(family), compiled_by(backend), tokens_of(14, 2)
     expected = in_steps(model, tokens)
     with model.fused_steps(2):

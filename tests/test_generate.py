@@ -176,7 +176,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(name):
 
 
 def test_a_copy_goes_on_by_itself():
-    """As in transformers' own recipe for a prompt that several questions share."""
+    """Follows transformers' own recipe for a prompt that several questions share."""
     model, prompt = plain(), tokens_of(40)
     for name in ("h2o", "snapkv prompt"):
         kept = cache_of(name)

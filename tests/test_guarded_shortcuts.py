@@ -203,7 +203,7 @@ def worst_kept(plain, kernel, slots, rows, *rest):
     ids=["attention", "evicted tokens", "no fault"],
 )
 def test_blocks_by_kernels_of_a_step(monkeypatch, kernel, fault, why):
-    """Of a policy that compares heads, whose importance PyTorch computes."""
+    """Uses a policy that compares heads, whose importance PyTorch computes."""
     if kernel:
         wrapped(monkeypatch, kernel, "__call__", fault)
     found = fast_method(model_of("llama"), CacheConfig(Tova(), 20))
@@ -278,7 +278,7 @@ def test_runs_between_evictions(monkeypatch, policy):
 
 @pytest.mark.parametrize(("policy", "broken"), [(SnapKV(window=8), "seen"), (H2O(), "seen"), (SinkWindow(4), "attention")])
 def test_a_prompt_read_in_one_go(monkeypatch, policy, broken):
-    """What statistics see of it, and its attention: the first by the tokens kept, the second by logits."""
+    """Breaks the attention that statistics get, which changes kept tokens, and the attention itself, which changes logits."""
     config = CacheConfig(policy, 64, evict="prompt")
     found = fast_method(model_of("llama"), config)
     assert found.method.fill
@@ -299,7 +299,7 @@ def blind(plain, self, plan, *args):
 
 
 def test_attention_of_a_block_in_one_go(monkeypatch):
-    """Where nothing is evicted: the self-check refuses the model when it is loaded."""
+    """Without eviction, the self-check refuses the model when it is loaded."""
     check(model_of("llama"))
 
     def delayed(plain, query, keys, values, terms, *more):

@@ -184,7 +184,7 @@ def test_of_independent_questions_in_streams_the_interval_is_nearly_wilsons():
 
 
 def test_streams_that_all_agree_are_worth_one_question_each():
-    """Nothing is known about how alike the answers of a stream are."""
+    """The correlation of answers within a stream is unknown."""
     low, high = clustered_share(np.full(20, 10.0), np.full(20, 10.0))
     assert high == 1
     assert low == pytest.approx(wilson(20, 20)[0], abs=0.03)

@@ -153,7 +153,7 @@ def test_a_run_writes_a_map_beside_the_record_and_measures_again_where_it_lacks_
 
 
 def two_steps(**changes) -> Map:
-    """Both of two layers and heads hold both tokens of a stream of two."""
+    """Return a map in which two layers with two heads each hold both tokens of a stream of two."""
     entries = [(s, k, h, p) for s in range(2) for k in range(2) for h in range(2) for p in range(s + 1)]
     step, layer, head, position = np.array(entries).T
     columns = {"stream": 0 * step, "step": step, "layer": layer, "head": head, "position": position}

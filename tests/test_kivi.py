@@ -29,7 +29,7 @@ CODECS = [SMALL, Kivi("kivi4", 2, residual=2), Kivi("kivi4", 8, residual=24)]
 
 
 def quantised(x: Tensor, codec: Kivi, dim: int) -> Tensor:
-    """As the authors' `quant_and_pack_*cache` codes groups along `dim`, and back."""
+    """Code groups along `dim` and decode them, as the authors' `quant_and_pack_*cache` does."""
     parts = []
     for part in x.split(min(codec.group, x.shape[dim]), dim):
         least, most = part.amin(dim, keepdim=True), part.amax(dim, keepdim=True)
@@ -40,7 +40,7 @@ def quantised(x: Tensor, codec: Kivi, dim: int) -> Tensor:
 
 
 def after_prompt(keys: Tensor, values: Tensor, codec: Kivi) -> tuple[Tensor, Tensor]:
-    """What the authors hold of a prompt of one head. [n, D], [n, Dv] -> the same."""
+    """Return keys and values of a head after a prompt, coded and decoded as in the authors' code. [n, D], [n, Dv]."""
     whole, old = len(keys) - len(keys) % codec.residual, max(0, len(values) - codec.residual)
     if whole:
         keys = torch.cat([quantised(keys[:whole], codec, 0), keys[whole:]])
@@ -48,7 +48,7 @@ def after_prompt(keys: Tensor, values: Tensor, codec: Kivi) -> tuple[Tensor, Ten
 
 
 def after_step(held: list[Held], codec: Kivi) -> None:
-    """What the authors do after the attention of a step: code a full residual of keys, and the value that is too old."""
+    """Code a full residual of keys, and the value that leaves the residual, as the authors' code does after a step."""
     block, old = held[-codec.residual :], held[: -codec.residual][-1:]
     if len(held) % codec.residual == 0:
         for token, key in zip(block, quantised(torch.stack([t.key for t in block]), codec, 0), strict=True):
@@ -156,7 +156,7 @@ def test_any_dense_cache_equals_the_authors_rule(name, group, groups, length, si
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("policy", [SnapKV(window=4), Random(), AdaKV(SnapKV(window=4))], ids=lambda p: type(p).__name__)
 def test_what_is_kept_of_a_prompt_is_coded_in_the_order_of_arrival(policy, codec):
-    """Of heads that keep different numbers of tokens, too; and what comes later is coded as the authors do."""
+    """Also covers heads that keep different numbers of tokens. Later tokens are coded as in the authors' code."""
     model, tokens, capacity = model_of("llama", torch.float64), tokens_of(60), 21
     plain, coded, split = (
         CachedDecoder(model, CacheConfig(policy, capacity, evict="prompt", seed=1, kv=kv)) for kv in (None, codec, codec)

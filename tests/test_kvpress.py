@@ -56,7 +56,7 @@ def after_prompt(model: Model, wanted: CacheConfig, tokens: torch.Tensor, attent
 
 @pytest.mark.parametrize(("press", "parameters", "policy", "given"), ROWS)
 def test_a_press_equals_our_policy_of_that_name(model, press, parameters, policy, given):
-    """The same NLLs after a prompt that is cut once; another token kept would show."""
+    """NLLs after a prompt that is cut once are equal. A different kept token would change them."""
     ours = policy_from(policy, given)
     tokens = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, : PROMPT + LATER]  # equal ones would tie
     ratio = {} if "press" in parameters or ours.outcome else {"compression_ratio": 1 - KEPT / PROMPT}

@@ -94,7 +94,7 @@ def test_a_model_is_loaded_in_parts(random, model_dir, monkeypatch):
 
 @pytest.mark.parametrize("policy", DECIDED_BY_THE_PROMPT)
 def test_budgets_of_a_prompt_see_all_layers_on_one_device(policy, policies):
-    """As one process without hooks computes them."""
+    """Budgets equal those of a model without hooks."""
     kind = policies[policy]
     config = CacheConfig(kind, None if policy_class(policy).outcome else 16, evict="prompt")
     whole, parts = adopt(tiny_model("llama", vocab_size=96)), tiny_model("llama", vocab_size=96)

@@ -235,7 +235,7 @@ def test_query_aware_and_query_blind_are_never_in_one_table(records):
 
 
 def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_model():
-    """As in Table 8: cutting at `max_length` does not remove the beginning, which `truncate` keeps."""
+    """Follows Table 8: cutting at `max_length` does not remove the beginning, which `truncate` keeps."""
     model = ours(model_directory("builtin:vanilla", None, False), prompt="truncate", prompt_tokens=20)
     long = list(range(300))
     assert model._fitting(long, [1, 2])[0] == [*range(10), *range(290, 300)]
@@ -326,7 +326,7 @@ CONTEXTS = ["The wind came from the", "He said that she", "Line 7: the register 
 
 
 def drawn(model, **settings):
-    """How often each short answer comes, to each context."""
+    """Count the short answers to each context."""
     requests = [
         Instance("generate_until", {}, (text, {"until": [], **settings}), 0, ("drawn", number, 200))
         for number, text in enumerate(CONTEXTS)
@@ -448,7 +448,7 @@ def test_a_task_in_the_chat_template_asks_other_questions(chatting):
 
 
 def test_intervals_of_pass_at_k_are_over_questions(four):
-    """Where the four answers to a question are alike, 24 questions are worth 24 answers; fewer than 20 have no interval."""
+    """If the four answers to a question are equal, 24 questions count as 24 answers. Fewer than 20 have no interval."""
 
     def shown(right, questions=24):
         """pass@1 of four answers to each question, so many of which are right. -> its width, and the text."""

@@ -1,4 +1,4 @@
-"""What users of lm-eval do: answers kept in a file, mistakes that lm-eval reports, stop strings, whole texts."""
+"""Use of lm-eval by users: answers kept in a file, mistakes that lm-eval reports, stop strings, whole texts."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("was", "becomes", "says"), BROKEN.values(), ids=BROKEN)
 def test_a_mistake_in_a_task_is_one_line(was, becomes, says, tmp_path, monkeypatch, capsys):
-    """Of a suite, and of the command; but lm-eval's command reads numbers in words."""
+    """Covers suites and the command, except `repeats`, for which the command accepts text."""
     (tmp_path / "data.jsonl").write_text('{"q": "a", "a": "b"}\n' * 2)
     (tmp_path / "other.jsonl").write_text('{"q": "a"\nno json')
     text = TASK.replace(was, becomes)
@@ -232,7 +232,7 @@ def test_an_answer_ends_when_its_text_contains_the_stop_string(before, stop):
 
 
 def test_silence_is_that_of_a_thread(capsys):
-    """What two threads change at once is as it was afterwards, and a third one prints."""
+    """State that two threads change at once is restored, and a third thread prints meanwhile."""
     stdout, entered, leave = sys.stdout, threading.Barrier(2, timeout=10), threading.Event()
 
     def silent() -> None:

@@ -93,7 +93,7 @@ def test_longbench_is_scored_as_by_hand_and_read_in_the_ways_of_its_suite(name, 
 
 
 def needles(text):
-    """What RULER asks for, read from the prompt: the answer to each kind of question, independently of how it was made."""
+    """Return the answer to each kind of RULER question, read from the prompt independently of its generator."""
     tail = text.rsplit("\n", 1)[-1]
     if asked := re.search(r"special magic \w+ for (.+?) mentioned in the provided text\?", tail):
         keys = re.split(r", and |, ", asked[1])
@@ -117,7 +117,7 @@ def needles(text):
 
 @pytest.fixture
 def ruler(hub, monkeypatch):
-    """What RULER's tasks load: essays as on the hub, SQuAD and HotpotQA as the sites send them, NLTK's rules, and few words."""
+    """Provide the data of RULER's tasks: essays as on the hub, SQuAD and HotpotQA as the sites send them, NLTK's rules, words."""
     wonderwords = pytest.importorskip("wonderwords", reason="needs lm-eval's extra: pip install 'lm-eval[ruler]'")
     import nltk
     import requests

@@ -223,7 +223,7 @@ def measure(order, progress=lambda tokens, text: None):
 
 
 def test_a_coded_cell_goes_to_a_process_and_comes_back(tmp_path, monkeypatch):
-    """How K and V are stored, and that pages are evicted, are pickled."""
+    """The codec and the settings of pages are pickled."""
     monkeypatch.chdir(tmp_path)
     entry = "{name: window, evict: {pages: 4, worth: max}, kv: {codec: int4, exempt: {recent: 2}}}"
     Path("one.yaml").write_text(SUITE.format(tokens=64, points=4, policies=entry))

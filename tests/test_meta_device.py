@@ -231,7 +231,7 @@ def test_a_step_whose_logits_are_chosen_needs_no_index():
 
 @pytest.mark.parametrize("name", DECIDED_BY_THE_PROMPT)
 def test_budgets_that_the_data_decide_make_the_host_wait_at_a_prompts_end_and_nowhere_else(name, policies):
-    """How many tokens each head holds is then its tensors' shape. Without a prompt, no step waits."""
+    """The number of tokens that each head holds becomes the shape of its tensors. Without a prompt, no step waits."""
     policy = policies[name]
     config = CacheConfig(policy, None if policy.outcome else 12, limit=LIMIT, evict="prompt")
     with pytest.raises((RuntimeError, NotImplementedError), match=r"meta tensor"):

@@ -1,4 +1,4 @@
-"""One eviction after a prompt, compared with lists that are cut once; and resets, in which a full cache goes as a whole."""
+"""Eviction once after a prompt, compared with lists that are cut once; and resets, which evict a full cache as a whole."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ POLICIES = [Reset(), Reset(reread=0), Reset(reread=CAPACITY), Reset(sinks=2, rer
 
 
 def naive(family: str, text: torch.Tensor, policy: Reset, capacity: int = CAPACITY) -> torch.Tensor:
-    """What the model itself says of the tokens since the last reset, called anew for every token of one stream."""
+    """Return the logits of the model itself for the tokens since the last reset, called anew for every token of a stream."""
     policy, cached, logits = policy.bind(capacity), [], []
     for t, token in enumerate(text[0].tolist()):
         if len(cached) > capacity:

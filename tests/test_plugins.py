@@ -162,7 +162,7 @@ def test_a_task_of_a_package_does_not_replace_ours(package):
 
 
 def test_a_model_type_of_a_package_is_imported_when_its_config_is_read(package, tmp_path):
-    """One that transformers knows is not looked up."""
+    """A model type that transformers knows is not looked up."""
     config = tmp_path / "config.json"
     for name, says in (
         ("llama", None),

@@ -218,7 +218,7 @@ def test_these_pyramids_are_pyramids():
 
 
 def pooled_counts(scores: list[list[float]], capacity: int) -> list[int]:
-    """How many of a layer's best tokens are each head's; of equal tokens, the newest, then the last head's, is best."""
+    """Return each head's number of a layer's best tokens. Ties are won by the newest token, then by the last head."""
     pool = sorted((s, i, h) for h, row in enumerate(scores) for i, s in enumerate(row))
     chosen = pool[len(pool) - capacity * len(scores) :]
     return [sum(h == head for _, _, h in chosen) for head in range(len(scores))]

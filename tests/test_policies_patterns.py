@@ -48,7 +48,7 @@ def survivors(policy: Policy, view: CacheView, count: int, head: int = 0) -> lis
 
 
 def over_steps(policy: Policy, capacity: int, steps: int, layer: int, layers: int = LAYERS, burst: int = 1, head: int = 0):
-    """What is held after every step. burst: the cache grows to capacity + burst, then that many go at once."""
+    """Yield the positions held after every step. burst: the cache grows to capacity + burst, then evicts burst tokens at once."""
     held: list[int] = []
     for step in range(steps):
         held = [*held, step]

@@ -1,4 +1,4 @@
-"""How a run is shown, live and in plain lines, and where its records and pages go."""
+"""Display of a run, live and in plain lines, and the places of its records and pages."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def asked(model_dir, text_dir):
     ids=" ".join,
 )
 def test_an_empty_argument_is_a_mistake(command, tmp_path):
-    """Of an unset shell variable, say: it would mean the current folder, or silently the default."""
+    """An unset shell variable, for example, would silently mean the current folder or the default."""
     done = bench(*command, cwd=tmp_path)
     assert done.returncode == 2
     assert "is empty" in done.stderr

@@ -38,7 +38,7 @@ class Newest(Policy):
 
 
 def main_module(code: str, cwd: Path) -> str:
-    """What a program without a file prints: its classes are those of a notebook."""
+    """Return the output of a program without a file, whose classes are like those of a notebook."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ def same(value, other) -> bool:
 
 
 def test_a_comparison_has_the_intervals_of_the_page(records):
-    """Which are corrected for all pairs of the budget."""
+    """The intervals are corrected for all pairs of the budget."""
     at_64 = [r for r in records if r.cell.capacity == 64 and r.cell.task.name == "perplexity"]
     compared = 0
     for question in feed.feed(with_doubts(at_64))["questions"]:

@@ -1,4 +1,4 @@
-"""Where a question begins in a prompt, and the questions of kvbench_recall: each answer follows from its text."""
+"""The beginning of a question in a prompt, and the questions of kvbench_recall: each answer follows from its text."""
 
 from __future__ import annotations
 

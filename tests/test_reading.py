@@ -107,7 +107,7 @@ def test_a_capacity_that_covers_every_request_is_dense_and_a_smaller_one_is_not(
 
 
 def kept_of_a_cut_prompt(policy, context, continuation):
-    """What every step holds if the prompt is cut at its end and nothing goes from then on. Per step, layer and head."""
+    """Return the positions held if the prompt is cut at its end and nothing is evicted later, by step, layer and head."""
     lists = ListBackend(model_of("llama"), chooser(policy, CAPACITY, 0), CAPACITY, "stream", first_eviction=len(context) - 1)
     lists.run(torch.tensor([context], device=DEVICE))
     cut = lists.kept[-1]

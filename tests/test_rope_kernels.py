@@ -101,7 +101,7 @@ def test_merge_is_one_softmax(in_triton, dim, group, dtype):
 )
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_the_closed_form_by_kernels_is_the_walk(in_triton, monkeypatch, family, mode, policy, capacity, sizes):
-    """The same NLL, the same tokens kept, and the steps after them; FlexAttention is uncompiled."""
+    """NLLs, kept tokens and later steps are equal. FlexAttention is uncompiled."""
     monkeypatch.setattr(flex, "_DEVICES", {DEVICE.type})
     launched, kernels = [], rope._kernels()
     monkeypatch.setattr(rope, "_kernels", lambda: launched.append(1) or kernels)

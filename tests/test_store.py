@@ -141,7 +141,7 @@ def refuse_unequal(policy: Policy, mode: str, capacity: int, length: int, codec:
 @pytest.mark.parametrize("policy", [*EVERY, Dense()], ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("codec", [Codec("int4", 8), Codec("int2", 32, 2, 6)], ids=str)
 def test_a_coded_cache_equals_lists(policy, codec):
-    """The same logits, kept positions and bytes, in steps and in blocks: a token is coded when it is too old to be exempt."""
+    """Logits, kept positions and bytes are equal, in steps and in blocks. A token is coded when it is too old to be exempt."""
     refuse_unequal(policy, "cache", 9, 30, codec, 7)
 
 
@@ -190,7 +190,7 @@ def test_a_cache_whose_tokens_are_all_exempt_is_the_float_cache_exactly(policy, 
 @pytest.mark.parametrize("policy", [SnapKV(window=4), H2O(), Random()], ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("codec", [Codec("int4"), Codec("int2", sinks=2, recent=6)], ids=str)
 def test_a_cut_prompt_is_coded_at_the_cut(policy, codec):
-    """It is read in the model's dtype, so the same tokens stay; those that stay and are too old are coded then."""
+    """The prompt is read in the model's dtype, so kept tokens are equal. Kept tokens that are not exempt are coded at the cut."""
     model, tokens = model_of("llama", torch.float64), tokens_of(LENGTH)
     plain, coded, split = (
         CachedDecoder(model, CacheConfig(policy, 12, evict="prompt", seed=1, kv=kv)) for kv in (None, codec, codec)

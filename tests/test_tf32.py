@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def allowed():
-    """As in an image that sets TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
+    """Allow TF32, like an image that sets TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True

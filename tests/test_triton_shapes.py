@@ -182,7 +182,7 @@ def slots_of(case: Case, dtype: torch.dtype, window: int | None = None, seed: in
 
 
 class Read(NamedTuple):
-    """What a block led to."""
+    """Result of reading a block."""
 
     out: Tensor  # [L, B, H * G, T, E]
     mass: Tensor | None  # of a step. [R, G, S]

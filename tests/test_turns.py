@@ -91,7 +91,7 @@ def options(draw) -> TurnsOptions:
 
 
 def read_naively(asked: TurnsOptions, text: str) -> list[dict]:
-    """What each question of a script should be, from its words alone."""
+    """Return the expected entries of each question of a script, computed from its words alone."""
     first: dict[str, str] = {}  # names of the text, and their kinds
     values: dict[str, list[tuple[str, int]]] = {}  # of each name, with the turn that told it
     of_text: dict[str, list[tuple[str, int]]] = {}
@@ -190,7 +190,7 @@ def test_turns_are_the_greedy_words_of_one_stream(model, words, tmp_path, config
 
 
 def reordered(quiz, order):
-    """The same requests in another order."""
+    """Return the quiz with its requests in another order."""
     ids, questions = [quiz.ids[: quiz.prompt]], []
     for number in order:
         q = quiz.questions[number]

@@ -1,4 +1,4 @@
-"""What an installation puts where, and the engine without the package of kernels."""
+"""Files of an installation, and the engine without the package of kernels."""
 
 from __future__ import annotations
 

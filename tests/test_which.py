@@ -1,4 +1,4 @@
-"""Which policy for a model: what `bench which` chooses to measure, when it stops, and what it answers."""
+"""`bench which`: its choice of cells to measure, its stopping, and its answer."""
 
 from __future__ import annotations
 

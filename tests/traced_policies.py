@@ -37,7 +37,7 @@ class Last(Statistic):
 
 
 class Lows(Statistic):
-    """How often a token got less than an even share."""
+    """Number of times that a token got less than an even share."""
 
     def update(self, state, attention: Attention, view: CacheView):
         return state + (attention.weights.sum(2) < 0.8 / view.count).float()
@@ -111,7 +111,7 @@ class Newest(Policy):
 
 
 class Window(Policy):
-    """As a decoding SnapKV without pooling: the mean of the last three queries' attention."""
+    """Mean of the last three queries' attention, like a decoding SnapKV without pooling."""
 
     statistics = (RecentAttention(3),)
 

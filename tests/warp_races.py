@@ -55,11 +55,11 @@ class Access:
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of an SSA value."""
+    """Known properties of an SSA value."""
 
     key: str  # equal for equal values
-    array: str = ""  # of a pointer
-    varies: bool = False  # between the iterations of a loop
+    array: str = ""  # array of a pointer
+    varies: bool = False  # whether the value varies between the iterations of a loop
     operation: str = ""
     operands: tuple[_Value, ...] = ()
 
@@ -94,7 +94,7 @@ def repeated(ttgir: str) -> list[str]:
 
 
 def barriers(ttgir: str) -> int:
-    """How many barriers there are."""
+    """Return the number of barriers."""
     return sum(line.strip().startswith(_BARRIERS) for line in ttgir.splitlines())
 
 
@@ -113,7 +113,7 @@ class _Reader:
         self.accesses: dict[Access, None] = {}
 
     def races(self) -> list[str]:
-        """One line each."""
+        """Return a line per race."""
         self._walk(self._lines, frozenset())
         return list(self._found)
 

@@ -18,10 +18,10 @@ REHEARSED_CAP_S = 120.0
 
 
 class Stage(NamedTuple):
-    """One command.
+    """A command with a time limit.
 
     Attributes:
-        name: shown, and the key of its outcome.
+        name: name that is shown, and key of the outcome.
         cap: seconds that the command may take.
         command: arguments of Python. They name no folder, so that another call finds the stage unchanged elsewhere.
     """
@@ -70,14 +70,14 @@ class Commands:
 
 
 def all_stages(small: bool, model: str | None = None, data: str | None = None) -> list[Stage]:
-    """Every stage with its cap in seconds and its command.
+    """Return every stage with its cap in seconds and its command.
 
-    Caps have room for compiling, on one thread and with nothing cached: some 120 seconds for the step of a model of 32 layers.
+    Caps include compilation on one thread without cached kernels: about 120 seconds for the step of a model of 32 layers.
 
     Args:
-        small: for a rehearsal on the CPU.
-        model: of the perplexity.
-        data: of the perplexity; there is none without both.
+        small: whether stages are small, for a rehearsal on the CPU.
+        model: model of the perplexity stage.
+        data: data of the perplexity stage, which is left out unless model and data are given.
     """
     run = Commands(small)
     stages = [

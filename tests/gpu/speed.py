@@ -1,4 +1,4 @@
-"""How fast the closed form and the compiled walk score text on a GPU, compared with what the chip can do.
+"""Speed at which the closed form and the compiled walk score text on a GPU, compared with a bound by the GPU's rates.
 
     python tests/gpu/speed.py [--row sink_window] [--rehearse]
 
@@ -30,7 +30,7 @@ from kvbench.policies.sink_window import SinkWindow
 
 
 class Row(NamedTuple):
-    """One configuration to time."""
+    """A configuration to time."""
 
     name: str
     shape: str

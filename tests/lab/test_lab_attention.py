@@ -1,4 +1,4 @@
-"""What the lab adds to the attention task: keys, values and hidden states, sinks elsewhere, policies, and encoders."""
+"""The lab's attention task: keys, values and hidden states, sinks at other tokens, policies, and encoders."""
 
 from __future__ import annotations
 

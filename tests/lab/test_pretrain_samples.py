@@ -1,4 +1,4 @@
-"""What models are trained on: answers follow from the text before them, and a sample depends on seed and number alone."""
+"""Training samples: answers follow from the text before them, and a sample depends only on the seed and its number."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_sigma_reparametrised_weights_have_the_learned_spectral_norm():
 
 
 def test_ortho_adam_is_adam_of_the_parameters_in_another_basis():
-    """The same steps as torch's AdamW takes on Q x, whose gradient is Q g; and in the trivial basis, those of AdamW itself."""
+    """OrthoAdam takes the steps of torch's AdamW on Q x with gradient Q g. In the trivial basis, it equals AdamW."""
     generator = torch.Generator().manual_seed(0)
     start, target = torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
     rows, columns = (ortho_adam.random_orthogonal(size, generator) for size in (5, 3))

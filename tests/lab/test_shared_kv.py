@@ -108,10 +108,10 @@ def additive(mask: Tensor) -> Tensor:
 
 @dataclass
 class Naive:
-    """One stream, written out from the weights: token by token, layer by layer, over plain lists. No code of the engine.
+    """Reference for one stream, computed from the weights token by token and layer by layer, without code of the engine.
 
-    Where a layer reads a cache before it is written, tokens are entered after the step, and no layer sees its own. Elsewhere they
-    are entered where they are made.
+    If a layer reads a cache before the cache is written, tokens are entered after the step, and no layer attends to its own
+    token. Otherwise, tokens are entered by the layer that computes them.
     """
 
     hf: LCKVForCausalLM
@@ -185,7 +185,7 @@ class Naive:
 
 @pytest.mark.parametrize("name", [*GEMMAS, *LLAMAS])
 def test_dense_reading_gives_the_models_own_forward_pass(name):
-    """Of layers that read later ones, the forward pass repeats its passes until nothing changes."""
+    """If layers read later layers, the forward pass repeats until nothing changes."""
     hf, tokens = model_named(name), tokens_of(30, 2)
     assert (PlainDecoder(hf, Setting(Dense()), 2)(tokens) - own_logits(hf, tokens)).abs().max() < EXACT
 

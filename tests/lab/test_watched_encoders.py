@@ -31,7 +31,7 @@ def change_weights(folder: Path, change) -> None:
 
 
 def encoders(tmp_path: Path) -> dict[str, Path]:
-    """One encoder as folders: with its head, without it, and without it though the config names the class that has one."""
+    """Return folders of an encoder: with its head, without a head, and without a head although the config names its class."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     torch.manual_seed(0)
     bert = BertForMaskedLM(BertConfig(vocab_size=128, initializer_range=0.2, **sizes)).eval()
