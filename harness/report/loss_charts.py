@@ -11,7 +11,7 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.report import chart
 
 _FORMATS = (*chart.SHAPES, "arrow", "wedge", "stroke")
-_FAR = 8  # a policy is left out if its loss exceeds the next smaller one by this factor
+_FAR = 8  # a policy is left out if its loss exceeds the next smaller one and the median by this factor
 _NEAR_ZERO = 0.05
 SIZE = {"width": 300, "height": 240}
 _TICKS = [1 / 2**halvings for halvings in range(8)]
@@ -52,7 +52,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
 
 
 def _typical(losses: list[float]) -> float:
-    """Return the largest loss that does not exceed the next smaller loss by a factor of `_FAR`."""
+    """Return the largest loss before a jump: a loss above `_FAR` times both the next smaller loss and the median."""
     for smaller, larger in itertools.pairwise(losses):
         if larger > _FAR * max(smaller, losses[len(losses) // 2], _NEAR_ZERO):
             return smaller

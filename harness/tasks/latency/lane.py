@@ -93,7 +93,7 @@ class Lane:
         self.round_ms = []
 
     def _approach_reset(self, read: ResetDecoder) -> None:
-        """Read tokens until the next reset falls into the middle of the timed steps, if they are fewer than a reset's period."""
+        """Read tokens until the next reset falls into the middle of the timed steps, if it would come after them."""
         timed = self._steps_per_round * self.options.rounds
         if read.steps_to_reset >= timed:
             missing = read.steps_to_reset - timed // 2
