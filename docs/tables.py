@@ -17,6 +17,7 @@ from kvbench.harness.report.ranks import holm
 
 RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
 _H2O_BUDGETS = (128, 256, 512)  # tokens
+FACTS_BUDGET = 160  # tokens per KV head in the README's questions
 BUDGET = 256  # tokens per KV head in the tables of SmolLM2
 _CONTROL = "random, with sinks and recent tokens"
 _IN_README = {"dense", "sink_window", "random", "h2o", "snapkv", "tova", "keydiff", "expected_attention"}
@@ -105,11 +106,22 @@ def smollm2() -> str:
 def _recalled() -> dict[str, str]:
     """Return the percentage of right answers over all kinds of facts, the question seen and unseen, by policy."""
     answers: dict[str, dict[str, list[QuestionMetrics]]] = {}
-    for record in measured("smollm2-questions"):
-        if metrics := record.measured(QuestionMetrics):
-            kinds = answers.setdefault(record.cell.policy, {"seen": [], "unseen": []})
-            kinds[str(record.cell.options.get("question") or "seen")].append(metrics)
+    for record, metrics in _asked(FACTS_BUDGET):
+        answers.setdefault(record.cell.policy, {"seen": [], "unseen": []})[_question(record)].append(metrics)
     return {policy: "/".join(_share(kind) for kind in kinds.values()) for policy, kinds in answers.items()}
+
+
+def _asked(capacity: int) -> Iterable[tuple[Record, QuestionMetrics]]:
+    """Yield the records of questions about facts at one capacity, and of dense."""
+    for record in measured("smollm2-questions"):
+        metrics = record.measured(QuestionMetrics)
+        if metrics and record.cell.capacity in (None, capacity):
+            yield record, metrics
+
+
+def _question(record: Record) -> str:
+    """Return "seen" or "unseen"."""
+    return str(record.cell.options.get("question") or "seen")
 
 
 def _share(answers: Sequence[QuestionMetrics]) -> str:
@@ -225,18 +237,15 @@ _FACTS = {
 }
 
 
-def facts() -> str:
+def facts(capacity: int = FACTS_BUDGET) -> str:
     """Return the percentage of right answers of SmolLM2 to each kind of fact, the question seen and unseen at the cut."""
     answers: dict[str, dict[str, dict[str, str]]] = {}
-    for record in measured("smollm2-questions"):
-        if metrics := record.measured(QuestionMetrics):
-            kind = str(record.cell.options["tasks"]).removeprefix("kvbench_facts_")
-            question = str(record.cell.options.get("question") or "seen")
-            answers.setdefault(record.cell.policy, {}).setdefault(kind, {"seen": "–", "unseen": "–"})[question] = _share(
-                [metrics]
-            )
+    for record, metrics in _asked(capacity):
+        kind = str(record.cell.options["tasks"]).removeprefix("kvbench_facts_")
+        of_policy = answers.setdefault(record.cell.policy, {})
+        of_policy.setdefault(kind, {"seen": "–", "unseen": "–"})[_question(record)] = _share([metrics])
     rows = [[name(policy), *(" / ".join(of.get(kind, {}).values()) for kind in _FACTS)] for policy, of in answers.items()]
-    return _markdown(["right answers, %: question seen / unseen", *_FACTS.values()], rows, "lrrr")
+    return _markdown([f"right answers, %, {capacity} tokens: seen / unseen", *_FACTS.values()], rows, "lrrr")
 
 
 def formats_on_books() -> str:
