@@ -92,7 +92,7 @@ def smollm2() -> str:
     head = [
         "policy, 256 tokens per head",
         "perplexity lost, %",
-        "facts recalled, %, seen/unseen",
+        f"facts recalled at {FACTS_BUDGET} tokens, %, seen/unseen",
         "MB of K and V",
         "ms per token",
     ]

@@ -180,9 +180,13 @@ def test_policies_that_can_not_be_told_apart_are_named_with_the_random_choice_am
     tied = [measured(name, 2.0) for name in ("h2o", "snapkv", "random", "window")]
     sentence, _ = best_policy([measured("dense", 1.9, None), *tied], "m", 8)
     assert sentence == (
-        "m, 8 tokens: choose h2o. h2o and 3 others, a random choice among them, can't be told apart, and no policy has "
+        "m, 8 tokens: choose h2o. h2o, snapkv and window can't be told apart, nor from a random choice, and no policy has "
         "better quality (95 % confidence)."
     )
+    sentence, _ = best_policy([measured("dense", 1.9, None), measured("random", 1.95), measured("h2o", 2.5)], "m", 8)
+    assert sentence == "m, 8 tokens: no policy is shown to beat a random choice (95 % confidence)."
+    sentence, _ = best_policy([measured("dense", 1.9, None), *(measured(name, 2.0) for name in ("random", "h2o"))], "m", 8)
+    assert sentence.startswith("m, 8 tokens: choose h2o. It can't be told from a random choice, and no policy has better")
 
 
 def test_what_can_not_be_answered_is_refused(tmp_path):

@@ -47,11 +47,16 @@ def _head(question: dict[str, Any]) -> str:
 def _sentence(leaders: dict[str, list[str]]) -> str:
     """Name the policies that lead in all questions, or each question's leaders, which no policy beats at 95 % confidence."""
     everywhere = [name for name in next(iter(leaders.values())) if all(name in names for names in leaders.values())]
+    chosen = next((name for name in everywhere if not name.startswith(CONTROL)), "")
+    if everywhere and not chosen:
+        return "no policy is shown to beat a random choice (95 % confidence)."
     if len(everywhere) == 1:
-        return f"choose {everywhere[0]}: no policy has better quality (95 % confidence)."
+        return f"choose {chosen}: no policy has better quality (95 % confidence)."
     if everywhere:
-        tied = _names(everywhere, "and")
-        return f"choose {everywhere[0]}. {tied} can't be told apart, and no policy has better quality (95 % confidence)."
+        control = ", nor from a random choice" if any(name.startswith(CONTROL) for name in everywhere) else ""
+        tied = _names([name for name in everywhere if not name.startswith(CONTROL)], "and")
+        apart = f"{tied} can't be told apart{control}" if tied != chosen else f"It can't be told{control.removeprefix(', nor')}"
+        return f"choose {chosen}. {apart}, and no policy has better quality (95 % confidence)."
     parts = [f"{head}: {_names(sorted(names), 'or')}" for head, names in leaders.items()]
     return f"no policy leads everywhere. Leaders (95 % confidence): {'; '.join(parts)}."
 

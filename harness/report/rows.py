@@ -127,9 +127,12 @@ class Row:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes of K and V, preferably from the perplexity record; 0 if the policy keeps no cache."""
+        """Bytes of K and V, preferably from the perplexity record; 0 if the policy keeps no cache.
+
+        Of a cache that grows, only the bytes of its tokens count, not the room that it has for more.
+        """
         first = [self.perplexity] if self.perplexity is not None else []
-        sizes = (r.metrics.kv_bytes for r in [*first, *self.records] if r.status == "ok")
+        sizes = (_kv_bytes(r) for r in [*first, *self.records] if r.status == "ok")
         return next((size for size in sizes if size is not None), None)
 
     @property
@@ -143,3 +146,8 @@ def rows(records: Sequence[Record]) -> list[Row]:
     """Return a row per policy and capacity, in the order of the records. The records are of one suite, model and machine."""
     groups = grouped(records, lambda r: repr([r.cell.policy, r.cell.parameters, r.cell.capacity, axes(r.cell)]))
     return [Row(group) for group in groups.values()]
+
+
+def _kv_bytes(record: Record) -> int | None:
+    grows = record.cell.capacity is None or record.cell.evict == "prompt"
+    return (record.metrics.kv_held_bytes if grows else None) or record.metrics.kv_bytes

@@ -171,8 +171,7 @@ def _price(row: dict[str, Any], measure: str) -> str:
     lost = _lost(row["loss_to_dense"] or row["loss"], measure)
     parts = [*_answered(row, measure), *lost]
     if (share := row["kv_share"]) is not None:
-        held = f"1/{1 / share:,.0f}" if share < 1 / 1.95 else f"{100 * share:.0f} %"
-        parts.append(f"holds {held} of dense's bytes")
+        parts.append(f"holds {digits(100 * share, 2)} % of dense's bytes")
     if row["times_dense"] is not None:
         median, low, high = row["times_dense"]
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
