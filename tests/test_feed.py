@@ -199,13 +199,11 @@ def test_the_markdown_page_of_many_questions_answers_one_at_three_budgets_and_li
 
 
 def test_of_caches_that_grow_the_bytes_of_their_tokens_count():
-    """Dense has room for 512 tokens and holds 400; of a bounded cache all slots count, and of a cut prompt what it holds."""
-    asks = [changed(r, cell={"suite": "asks"}) for r in everything() if r.cell.suite == "asks" and r.cell.policy != "window"]
-    dense = [edit(r, metrics={"kv_bytes": 51200, "kv_held_bytes": 40000}) for r in asks if r.cell.policy == "dense"]
-    at_steps = [edit(changed(r), metrics={"kv_bytes": 6500, "kv_held_bytes": 6400}) for r in asks if r.cell.policy == "h2o"]
-    after = [edit(changed(r, cell={"evict": "prompt"}), metrics={"kv_bytes": 9600, "kv_held_bytes": 9000}) for r in at_steps]
-    for rows, share in ((at_steps, 6500 / 40000), (after, 9000 / 40000)):
-        (question,) = feeds.feed([*dense, *rows])["questions"]
+    """Dense has room for 512 tokens and holds 400; of a bounded cache all slots count, and of a cut prompt its tokens."""
+    dense = edit(noisy("dense", None, 1.7), metrics={"kv_bytes": 51200, "kv_held_bytes": 40000})
+    h2o = edit(noisy("h2o", 8, 2.25, 3), metrics={"kv_bytes": 6500, "kv_held_bytes": 6400})
+    for evict, share in (("step", 6500 / 40000), ("prompt", 6400 / 40000)):
+        (question,) = feeds.feed([dense, changed(h2o, cell={"evict": evict})])["questions"]
         ((row,),) = (budget["rows"] for budget in question["budgets"])
         assert row["kv_share"] == pytest.approx(share, rel=1e-3)
         assert f"holds {100 * share:.0f} % of dense's bytes" in question["budgets"][0]["finding"]

@@ -129,7 +129,8 @@ class Row:
     def kv_bytes(self) -> int | None:
         """Bytes of K and V, preferably from the perplexity record; 0 if the policy keeps no cache.
 
-        Of a cache that grows, only the bytes of its tokens count, not the room that it has for more.
+        Of dense, and of a cut prompt that grows over a text, only the bytes of tokens count, not the room for more. After questions,
+        caches whose answers differ in length hold different numbers of tokens, so their allocated bytes count.
         """
         first = [self.perplexity] if self.perplexity is not None else []
         sizes = (_kv_bytes(r) for r in [*first, *self.records] if r.status == "ok")
@@ -149,5 +150,5 @@ def rows(records: Sequence[Record]) -> list[Row]:
 
 
 def _kv_bytes(record: Record) -> int | None:
-    grows = record.cell.capacity is None or record.cell.evict == "prompt"
+    grows = record.cell.capacity is None or (record.cell.evict == "prompt" and record.measured(NllMetrics) is not None)
     return (record.metrics.kv_held_bytes if grows else None) or record.metrics.kv_bytes
