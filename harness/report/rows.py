@@ -129,8 +129,8 @@ class Row:
     def kv_bytes(self) -> int | None:
         """Bytes of K and V, preferably from the perplexity record; 0 if the policy keeps no cache.
 
-        Of dense, and of a cut prompt that grows over a text, only the bytes of tokens count, not the room for more. After questions,
-        caches whose answers differ in length hold different numbers of tokens, so their allocated bytes count.
+        Of dense, and of a cut prompt that grows over a text, only the bytes of tokens count, not the room for more. After
+        questions, caches whose answers differ in length hold different numbers of tokens, so their allocated bytes count.
         """
         first = [self.perplexity] if self.perplexity is not None else []
         sizes = (_kv_bytes(r) for r in [*first, *self.records] if r.status == "ok")
