@@ -102,3 +102,22 @@ def test_names_of_others_move_no_cursor():
     said = closing([evil])
     assert all(text.isprintable() for text in [*said.troubles, *(t.heading for t in said.tables)])
     assert all(cell.isprintable() for t in said.tables for line in t.lines for cell in line)
+
+
+def test_cells_without_a_faster_method_share_a_line_with_the_reasons():
+    reasons = {"tova": {"plain_because": "no kernel"}, "snapkv": {"plain_because": "no kernel"}, "keydiff": {"refused": "a NaN"}}
+    walked = [record(name, facts={"method": "walk"} | reason) for name, reason in reasons.items()]
+    by_choice = record("lagkv", facts={"method": "walk"})  # `--walk`
+    fast = [record("h2o", facts={"method": "compiled walk"}), record("window", facts={"method": "closed form"})]
+    (line,) = closing([*walked, by_choice, *fast]).troubles
+    assert line == "3 cells were read token by token: tova, snapkv (no kernel); keydiff (a NaN)"
+    refused = record("h2o", facts={"method": "compiled walk", "step": "plain", "refused": "step kernels: a NaN"})
+    assert closing([refused]).troubles == ["1 cell was measured without a faster method: h2o (step kernels: a NaN)"]
+
+
+def test_the_title_of_bytes_tells_the_number_of_streams():
+    task = {"name": "perplexity", "data": "prose", "tokens": 32768}
+    one, many = (edit(measured("h2o", 2.0), cell={"task": task | options}) for options in ({}, {"streams": 4}))
+    for made, title in ((one, "K/V"), (many, "K/V of 4 streams")):
+        (table,) = closing([made]).tables
+        assert title in table.head

@@ -12,17 +12,17 @@ from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, long_en
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
-from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.report import sections
 from kvbench.harness.report.feed import answers, words
 from kvbench.harness.report.feed.question import Question, is_reference, questions
 from kvbench.harness.report.feed.words import size
 from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name
 from kvbench.harness.report.pairing import describe_tokens, past_training, question, strided, units
-from kvbench.harness.report.rows import Row, rows, short_names, without_folder
+from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine
+from kvbench.harness.report.task_report import kv_title
+from kvbench.harness.report.troubles import troubles
 
-_MAX_NAMES = 3  # names in a line, before "and 4 more"
 _MAX_TEXTS = 4  # texts in one table, a column each
 _TOKENS_STEP = 4096  # suggested numbers of tokens are rounded up to a multiple
 _TOKENS_BEYOND = 128  # tokens that a stream should have after its cache has filled: a few runs
@@ -51,7 +51,7 @@ class Closing:
 
     Attributes:
         tables: a single table for most runs; several if the run has several models or texts.
-        troubles: a line for each failure or flag, with the reason.
+        troubles: a line for each failure or flag, with the reason, and a line on slow methods.
     """
 
     tables: Sequence[Table]
@@ -77,7 +77,7 @@ def closing(records: Sequence[Record]) -> Closing:
     for machine, group in machines:
         if _has_overview(group):
             tables += [_overview(part, mode, machine) for mode, part in _by_positions(group)]
-    return Closing(tables, [*_failures(records), *_flags(records)])
+    return Closing(tables, troubles(records))
 
 
 def _subject(records: Sequence[Record]) -> str:
@@ -202,12 +202,14 @@ def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tup
 
 def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
     """Return columns of bytes and times. K/V is taken from measured peaks if any, because a text may be read as many streams."""
-    peaks = [next((m for r in row.records if (m := r.measured(PeakMetrics))), None) for row in policies]
+    metered = [next((r for r in row.records if r.measured(PeakMetrics)), None) for row in policies]
+    peaks = [None if record is None else record.measured(PeakMetrics) for record in metered]
     times = [None if row.latency is None else row.latency.measured(StepMetrics) for row in policies]
     rates = [None if m is None else m.tokens_per_second for m in times]
     of_peaks = ["" if peak is None else cache_bytes(peak.kv_bytes) for peak in peaks]
+    summed = [r for r in metered if r] if any(of_peaks) else [row.perplexity or row.records[0] for row in policies]
     return {
-        "K/V": of_peaks if any(of_peaks) else [cache_bytes(row.kv_bytes) for row in policies],
+        kv_title(summed): of_peaks if any(of_peaks) else [cache_bytes(row.kv_bytes) for row in policies],
         "peak": ["" if peak is None else in_bytes(peak.peak_bytes) for peak in peaks],
         "TTFT ms": ["" if m is None else digits(m.first_token_ms, 3) for m in times],
         "TPOT ms": ["" if m is None else digits(m.step_ms, 3) for m in times],
@@ -291,32 +293,3 @@ def _status(records: Sequence[Record]) -> str:
     if failed:
         return "failed" if failed == len(records) else f"{failed} of {len(records)} failed"
     return "flagged" if any(record.metrics.flags for record in records) else "ok"
-
-
-def _failures(records: Sequence[Record]) -> list[str]:
-    """Describe failed cells in a line per policy and reason."""
-    failures = grouped((r for r in records if r.status != "ok"), lambda r: (without_folder(r.cell.policy), _reason(r)))
-    return [
-        visible(f"{policy} failed ({f'{len(failed)} cells' if len(failed) > 1 else failed[0].cell.task.name}): {reason}")
-        for (policy, reason), failed in failures.items()
-    ]
-
-
-def _reason(record: Record) -> str:
-    """Return the reason of a failure, with the place in the code."""
-    error = record.error or Failure(kind="", message="")
-    reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
-    return f"{reason} ({error.where})" if error.where else reason
-
-
-def _flags(records: Sequence[Record]) -> list[str]:
-    """Describe flags in a line per task and kind. Flags of one kind agree up to the first colon or digit."""
-    flags = (
-        (record.cell.task.name, flag, without_folder(record.cell.policy)) for record in records for flag in record.metrics.flags
-    )
-    lines = []
-    for (task, _), flagged in grouped(flags, lambda named: (named[0], named[1].split(":")[0].rstrip("0123456789,. "))).items():
-        names = list(dict.fromkeys(policy for _, _, policy in flagged))
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        lines.append(visible(f"{', '.join(names[:_MAX_NAMES])}{more} flagged ({task}): {flagged[0][1]}"))
-    return lines

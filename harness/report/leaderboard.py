@@ -133,7 +133,8 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     unit = "perplexity lost" if question["measure"] == "perplexity" else "points lost"
     strides = {row["loss"]["stride"] for row in rows if row["loss"]} - {1}
     unit += "".join(f" (1 token in {stride})" for stride in sorted(strides))
-    head = ["rank", "policy", unit, "perplexity", *map(md, tasks), "K/V", "of dense", *(["ms/token", "x dense"] if timed else [])]
+    held = "K/V, all streams" if question["measure"] == "perplexity" else "K/V"
+    head = ["rank", "policy", unit, "perplexity", *map(md, tasks), held, "of dense", *(["ms/token", "x dense"] if timed else [])]
     lines = []
     for row in rows:
         elsewhere = row["kind"] == "reference" and row["capacity"] is not None  # its capacity is not the budget's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, ClassVar, Literal
 
 from kvbench.harness.core import plugins
@@ -88,3 +88,11 @@ def task_of(record: Record) -> type[TaskReport]:
     """Return the task of a record, by its name."""
     task: type[TaskReport] | None = plugins.known_task(record.cell.task.name)
     return UnknownTask if task is None else task
+
+
+def kv_title(records: Iterable[Record]) -> str:
+    """Return the title of a column with the bytes of K and V of records: the streams whose bytes are summed, if several."""
+    streams = {task_of(record).workload(record.cell.task).kv_streams for record in records}
+    if max(streams, default=1) == 1:
+        return "K/V"
+    return f"K/V of {streams.pop():,} streams" if len(streams) == 1 else "K/V of all streams"

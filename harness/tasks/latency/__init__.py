@@ -27,7 +27,7 @@ from kvbench.harness.report.compare import speed_up
 from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, label, md, status, table
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_charts import over_capacity
-from kvbench.harness.report.task_report import Measures
+from kvbench.harness.report.task_report import Measures, kv_title
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 _LARGEST_CACHE = 2**28  # bytes of a processor's cache, which can deliver weights and K/V faster than memory
@@ -230,7 +230,7 @@ class Latency(Task):
             "bookkeeping",
             "× roofline",
             "slots",
-            "K/V",
+            kv_title(records),
             "state",
             "status",
         ]

@@ -19,7 +19,7 @@ from kvbench.harness.records.metrics import Metrics, PeakMetrics
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
-from kvbench.harness.report.task_report import Measures
+from kvbench.harness.report.task_report import Measures, kv_title
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 
@@ -126,7 +126,7 @@ class Memory(Task):
             rows.append(
                 [label(record), count(record.cell.capacity), *(map(in_bytes, sizes) if sizes else [""] * 6), status(record)]
             )
-        head = ["policy", "capacity", "K/V", "state", "allocated", "peak", "growth", "weights", "status"]
+        head = ["policy", "capacity", kv_title(records), "state", "allocated", "peak", "growth", "weights", "status"]
         return [about, *table(head, rows, "lrrrrrrrl"), *_curve(measured)]
 
 

@@ -38,6 +38,7 @@ from kvbench.harness.report.pairing import (
 )
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_charts import over_the_stream
+from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.perplexity.perplexity_options import FactCost, PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
@@ -212,7 +213,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
         "bits/byte",
         "Δ NLL to dense",
         "Δ NLL to recompute",
-        "K/V",
+        kv_title(records),
         "tokens/s",
         "status",
     ]
