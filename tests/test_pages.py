@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import bench
-from factories import record
+from factories import changed, record
 from fuzz_records import fuzz
 from stored import RECORDS
 
@@ -19,7 +19,7 @@ from kvbench.harness.records import RecordStore, publish
 from kvbench.harness.report import site, verify
 from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.feed import row
-from kvbench.harness.report.markdown import title
+from kvbench.harness.report.markdown import short_titles, title
 
 ROOT = Path(__file__).parents[1]
 
@@ -172,3 +172,8 @@ def test_no_mutated_record_breaks_a_verb():
     assert not failures, failures[0]
     assert seen["mutations"] == 10
     assert seen["leaderboard: exit 0"] + seen["leaderboard: exit 1"] == 2, "1: a record was left out"
+
+
+def test_a_row_in_the_models_dtype_beside_a_coded_row_has_a_whole_name():
+    kv = {"codec": "int8", "group": 32, "exempt": {"sinks": 0, "recent": 0}}
+    assert short_titles([record(), changed(record(), cell={"kv": kv})]) == ["h2o", "h2o (kv int8)"]

@@ -42,7 +42,7 @@ def short_titles(records: Sequence[Record]) -> list[str]:
         rivals = [r.cell for r in records if (r.cell.policy, r.cell.capacity) == (cell.policy, cell.capacity)]
         extra = [f"{k} {v}" for k, v in cell.settings.items() if len({repr(c.settings.get(k)) for c in rivals}) > 1]
         differing = [k for k in _DEFAULT_AXES if len({repr(axes(c)[k]) for c in rivals}) > 1]
-        extra += [f"{k} {v}" for k, v in axes(cell).items() if k in differing and v is not None]
+        extra += [f"{k} {v}" for k, v in axes(cell).items() if k in differing and v not in (None, "")]
         titles.append(named(cell.policy, extra))
     return titles
 
