@@ -276,3 +276,10 @@ class Greedy(Policy):
 def test_a_band_that_is_not_kept_is_found(monkeypatch):
     (finding,) = wrong(checked(monkeypatch, Greedy, capacities=[16]))
     assert finding.problem == "after 17 tokens it keeps [1] where its band says [0] (at capacity 16)"
+
+
+def test_every_step_of_a_check_is_reported_as_it_begins(monkeypatch):
+    monkeypatch.setattr(policy_check, "_reading", lambda on: "")
+    steps = []
+    policy_check.check("window", capacities=[16, 17], progress=lambda *step: steps.append(step))
+    assert steps == [("rules at capacity 16", 1, 3), ("rules at capacity 17", 2, 3), ("method and speed", 3, 3)]

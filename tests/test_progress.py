@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvbench.harness.cli.terminal import link
 from kvbench.harness.run import progress
-from kvbench.harness.run.progress import ProgressView
+from kvbench.harness.run.progress import ProgressView, steps_view
 
 
 @pytest.fixture
@@ -148,3 +148,13 @@ def test_no_policy_leads_without_a_right_answer():
         leaders.add("h2o", cell_record(figures, task={"name": "streameval", "distance": 5}, capacity=128))
         assert leaders.text().startswith(text)
         assert bool(leaders.text()) == bool(text)
+
+
+def test_steps_are_shown_on_a_terminal_and_nowhere_else():
+    screen, pipe = console(terminal=True), console(terminal=False)
+    for made in (screen, pipe):
+        with steps_view(made) as begin:
+            begin("rules", 1, 2)
+            begin("speed", 2, 2)
+    assert re.search(r"speed.* 2 of 2", screen.file.getvalue())
+    assert pipe.file.getvalue() == ""

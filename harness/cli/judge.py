@@ -124,6 +124,7 @@ def _run(reference: Baseline, base: Measured, keep: str | None, model: str | Non
 
     request = request_from_baseline(reference, base[1], model, data)
     cells = cells_of_baseline(request, *base)
+    click.echo(f"measuring the {len(cells)} cells of {base[1]}", err=True)
     with TemporaryDirectory() as scratch:
         target = writable(Path(keep)) if keep else Path(scratch) / "records"
         try:

@@ -42,11 +42,13 @@ def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> 
 
     from kvbench.harness.core.plugins import ignored_plugins
     from kvbench.harness.run.policy_check import check as checked
+    from kvbench.harness.run.progress import StderrConsole, steps_view
 
     torch.set_num_threads(1)  # faster for tiny models
     for plugin, reason in ignored_plugins(name).items():
         click.echo(f"bench: the plug-in {plugin} is {reason}", err=True)
-    result = checked(name, settings, capacities)
+    with steps_view(StderrConsole()) as progress:
+        result = checked(name, settings, capacities, progress)
     for finding in result.findings:
         state = "-    " if finding.note else "ok   " if finding.ok else "WRONG"
         detail = finding.problem or finding.note

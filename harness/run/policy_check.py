@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +44,22 @@ class CheckedPolicy(NamedTuple):
     reading: str  # method and speed of reading blocks; empty if a rule is broken
 
 
-def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> CheckedPolicy:
+def _ignore(name: str, number: int, steps: int) -> None:
+    pass
+
+
+def check(
+    name: str,
+    settings: Sequence[str] = (),
+    capacities: Sequence[int] = (),
+    progress: Callable[[str, int, int], None] = _ignore,
+) -> CheckedPolicy:
     """Check every rule on a policy.
 
     Args:
         settings: parameters of the policy, "key=value" each.
         capacities: capacities to check; `DEFAULT_CAPACITIES` when empty.
+        progress: is called when a step begins, with its name, its number and the number of steps.
 
     Raises:
         UserError: the policy is unknown, or has no such parameter.
@@ -58,10 +68,16 @@ def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = (
     if isinstance(policy, Contestant):
         raise UserError(f"{name} is a cache, not a policy, and the rules are for policies: measure it beside dense")
     bound, refusals = _cases(policy, capacities or DEFAULT_CAPACITIES)
-    by_case = [(on, _findings(on)) for on in bound]
+    steps = [f"rules at capacity {on.capacity}" if policy.evicts else "rules" for on in bound]
+    by_case = []
+    for number, (on, step) in enumerate(zip(bound, steps, strict=True), 1):
+        progress(step, number, len(steps) + 1)
+        by_case.append((on, _findings(on)))
     findings = [_merged(rule, by_case, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if by_case]
-    ok = bool(by_case) and all(f.ok for f in (*findings, *refusals))
-    return CheckedPolicy([*refusals, *findings], _reading(bound[-1]) if ok else "")
+    if not by_case or not all(f.ok for f in (*findings, *refusals)):
+        return CheckedPolicy([*refusals, *findings], "")
+    progress("method and speed", len(steps) + 1, len(steps) + 1)
+    return CheckedPolicy([*refusals, *findings], _reading(bound[-1]))
 
 
 def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Policy:

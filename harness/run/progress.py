@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -238,6 +239,16 @@ class ProgressView(RunWatcher):
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
+@contextlib.contextmanager
+def steps_view(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that shows, on a terminal only, the step that begins: its name, its number and the number of steps."""
+    with _rows(console) as rows:
+        row = rows.add_task("starting", total=None, text="")
+        yield lambda name, number, steps: rows.update(
+            row, description=escape(visible(name)), total=steps, completed=number - 1, text=f"{number} of {steps}"
+        )
+
+
 def _rows(console: Console) -> _Rows:
     """Create the live display. Long text is cut to the width of the console."""
     label, text = (Column(ratio=1, no_wrap=True, overflow="ellipsis") for _ in range(2))
@@ -250,6 +261,7 @@ def _rows(console: Console) -> _Rows:
         console=console,
         transient=True,
         expand=True,
+        disable=not console.is_terminal,
     )
 
 
