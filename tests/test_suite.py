@@ -326,6 +326,12 @@ def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
     }
 
 
+def test_labels_name_an_option_that_only_some_cells_have(tmp_path):
+    tasks = "\n  - {name: perplexity, tokens: 100}\n  - {name: perplexity, tokens: 100, prompt: 50}"
+    names = set(suites.labels(load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", tasks))).values())
+    assert names >= {"dense", "dense, prompt 50"}
+
+
 def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
     """Counts instead of timing: each cell's fields and hash are computed once."""
     cells = load(tmp_path, GOOD.replace("version: 1\n", f"version: 1\nseed: {list(range(40))}\n"))

@@ -20,28 +20,38 @@ def best_policy(records: Sequence[Record], model: str, budget: int) -> tuple[str
     Returns:
         A sentence that names the policy, or the best policy for each question; and the feed's sentence on each question.
     """
-    measured, findings = {}, []
-    for question in answers(questions(records))["questions"]:
+    measured, findings, opened = {}, [], questions(records)
+    for of_records, question in zip(opened, answers(opened)["questions"], strict=True):
+        head = _head(question, of_records.first)
         for sized in (sized for sized in question["budgets"] if sized["capacity"] == budget):
-            measured[_head(question)] = sized["rows"]
-            findings.append(f"{_head(question)}: {sized['finding']}")
+            measured[head] = sized["rows"]
+            findings.append(f"{head}: {sized['finding']}")
     leaders = {head: [row["name"] for row in rows if row["rank"] and row["rank"][0] == 1] for head, rows in measured.items()}
     judged = {head: names for head, names in leaders.items() if names}
     without = "no policy is known to lead." if measured else "no policy was measured in this time."
     sentence = f"{visible(model)}, {budget:,} tokens: {_sentence(judged) if judged else without}"
     most = max(map(len, measured.values()), default=0)
-    for head, rows in measured.items():
-        sentence += f" In '{head}', only {len(rows)} of {most} policies were measured." if len(rows) < most else ""
+    fewer = [f"{len(rows)} on '{head}'" for head, rows in measured.items() if len(rows) < most]
+    sentence += f" Of {most} policies, the time sufficed for {', '.join(fewer)}." if fewer else ""
+    if measured and not any(question.measure == "answers" for question in opened):
+        sentence += " No questions were measured, so the answer is about perplexity only."
     return sentence, findings
 
 
-def _head(question: dict[str, Any]) -> str:
-    """Return a short name of the text or task of a question."""
-    once = question["evict"] == evicting("prompt")
+def _head(question: dict[str, Any], record: Record) -> str:
+    """Return a short name of the text or task of a question, in the words of the heading of its table.
+
+    Args:
+        question: question of the feed.
+        record: a record of the question.
+    """
     if question["measure"] == "perplexity":
-        return "after a prompt" if once else "text"
+        prompt = record.cell.options.get("prompt")
+        return f"prompts of {prompt:,} tokens" if prompt else "text"
     name, *how = question["subject"].split(", ")
-    return f"{name}, unseen" if "question unseen" in how else f"{name}, seen" if once else str(name)
+    if "question unseen" in how:
+        return f"{name}, question unseen"
+    return f"{name}, question seen" if question["evict"] == evicting("prompt") else str(name)
 
 
 def _sentence(leaders: dict[str, list[str]]) -> str:

@@ -23,6 +23,7 @@ from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.report.troubles import troubles
 
+WHICH = "which"  # suite of `bench which`, which chooses the length of its text itself
 _MAX_TEXTS = 4  # texts in one table, a column each
 _TOKENS_STEP = 4096  # suggested numbers of tokens are rounded up to a multiple
 _TOKENS_BEYOND = 128  # tokens that a stream should have after its cache has filled: a few runs
@@ -86,9 +87,16 @@ def _subject(records: Sequence[Record]) -> str:
     if read is not None:
         prompt = read.cell.options.get("prompt")
         return words.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
-    labels = (words.task(r) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
+    labels = (_asked(r, records) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
     tasks = grouped((label.partition(", ") for label in dict.fromkeys(labels)), lambda parts: parts[1:])
     return "; ".join(f"{' and '.join(name for name, _, _ in same)}{comma}{manner}" for (comma, manner), same in tasks.items())
+
+
+def _asked(record: Record, among: Sequence[Record]) -> str:
+    """Return the task and its manner of asking. Prompts that are cut at their end have the question in them by default."""
+    options = record.cell.options
+    cut = "question" in record.cell.task.never_pooled_over and any(r.cell.evicts == "prompt" for r in among)
+    return words.task(record) + (", question seen" if cut and not options.get("question") else "")
 
 
 def _comparable(records: list[Record]) -> list[list[Record]]:
@@ -218,7 +226,7 @@ def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _longer_text(records: Sequence[Record]) -> str:
-    """Return the options that give the text an interval, and the time needed; empty if the text has an interval.
+    """Return the options that give the text an interval, and the time needed if known; empty if the text has an interval.
 
     Args:
         records: records of one text.
@@ -231,6 +239,8 @@ def _longer_text(records: Sequence[Record]) -> str:
     read = units(metrics.all_tokens, capacity, metrics.stream_tokens, len(record.data.prefix))
     if read.independent or long_enough(len(read.tokens), metrics.blocks.size, capacity):
         return ""
+    if record.cell.suite == WHICH:
+        return "a larger --minutes"
     if metrics.stream_tokens is None:
         needed = MIN_BLOCKS * max(MIN_BLOCK_TOKENS, 2 * capacity) + capacity + _TOKENS_BEYOND
         tokens = _TOKENS_STEP * math.ceil(needed / _TOKENS_STEP)

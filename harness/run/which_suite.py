@@ -20,6 +20,7 @@ from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report.closing import WHICH
 from kvbench.harness.report.doubts import FLOOR
 from kvbench.harness.run.estimate import Estimator
 from kvbench.harness.suite import Cell, ModelSpec, load
@@ -64,7 +65,7 @@ def suite_for(model: ModelSpec, budget: int, data: str | None, estimator: Estima
 
     perplexity, directory = plugins.task_class("perplexity"), Path(data).expanduser() if data else None
     policies, notes = _policies(budget)
-    fields = {"suite": "which", "version": 1, "description": f"Which policy at {budget} tokens"}
+    fields = {"suite": WHICH, "version": 1, "description": f"Which policy at {budget} tokens"}
     fields |= {"model": {"id": model.id, "dtype": model.dtype}, "capacity": budget, "evict": ["step", "prompt"]}
     core_seconds = _core_seconds(fields | {"task": [text(_STREAMS, evict="step")], "policies": policies}, estimator)
     streams = max(1, min(_MOST_STREAMS, int(_STREAMS * _CORE_SHARE * left / max(core_seconds, 1e-9))))

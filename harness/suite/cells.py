@@ -121,14 +121,18 @@ class Cell:
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
-    """Return short names by cell id, extended by the models, parameters and task options that differ between the cells."""
+    """Return short names by cell id, extended by the models, parameters and task options that differ between the cells.
+
+    A task option that only some cells have differs, too.
+    """
     specs = [cell.as_json() for cell in cells]
     tasks: dict[str, list[int]] = defaultdict(list)  # indices of the cells with each task
     rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # indices of the cells with each policy and capacity
     for place, cell in enumerate(cells):
         tasks[cell.task.name].append(place)
         rivals[cell.name, cell.capacity].append(place)
-    options = {name: _varying(specs[place]["task"] for place in group) for name, group in tasks.items()}
+    absent = {name: dict.fromkeys(key for place in group for key in specs[place]["task"]) for name, group in tasks.items()}
+    options = {name: _varying(absent[name] | specs[place]["task"] for place in group) for name, group in tasks.items()}
     shown = [flat(spec["parameters"]) for spec in specs]
     parameters = {key: _varying(shown[place] for place in group) for key, group in rivals.items()}
     several_models = len({cell.model.id for cell in cells}) > 1
