@@ -71,7 +71,9 @@ def compare(a: str, b: str, as_json: bool, markdown: bool, every: bool) -> None:
     "--results", metavar="DIR", type=FILLED, help="Check the records in this folder. Default: run the baseline's suite."
 )
 @click.option("--keep", metavar="DIR", type=FILLED, help="Keep the records of the run in this folder.")
-@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Where the baseline's model is now, if it was local.")
+@click.option(
+    "--model", metavar="DIR|HUB_ID", type=FILLED, help="Folder or hub id of the baseline's model, if the model was local."
+)
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Directory of the text, if the suite needs one.")
 @click.option("--allow-better", is_flag=True, help="Accept figures that are better than their limits.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
@@ -159,7 +161,7 @@ def baseline() -> None:
     default=8,
     show_default=True,
     type=click.IntRange(1),
-    help="How often to measure the latency cells, to learn their noise.",
+    help="Number of measurements of the latency cells, from which their noise is learnt.",
 )
 @click.option("--why", required=True, help="Reason for the new baseline, written to it.")
 @click.option("--who", help="Person who decided, written to it. Default: git's user.name.")

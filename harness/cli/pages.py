@@ -58,7 +58,7 @@ class _Pages:
     "--paper", type=FILLED, help="File of the page with published figures; - for stdout. Default: paper.md beside --out."
 )
 @click.option(
-    "--site", metavar="URL", default="index.html", help="Where index.html is published, for links from the leaderboard."
+    "--site", metavar="URL", default="index.html", help="URL of the published index.html, for links from the leaderboard."
 )
 @click.option("--figures", metavar="DIR", type=FILLED, help="Also draw the losses of each question in its own file, for a paper.")
 @click.option("--format", "form", type=click.Choice(["pdf", "svg", "png"]), help="Format of --figures. Default: pdf.")

@@ -28,7 +28,7 @@ _MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
         type=FILLED,
         help="Directory of the text, .parquet or .txt, or of images (or BENCH_DATA).",
     ),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1."),
+    click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:1."),
     click.option("--dtype", type=click.Choice(_DTYPES), help="Type of the weights and the cache."),
     click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's."),
 ]

@@ -41,23 +41,27 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
 
     pretrained: str = Field(description="a local directory or GGUF file, a hub id, builtin: and a name, or smollm2")
-    policy: str = Field("dense", description="its name, or file.py:Class")
+    policy: str = Field("dense", description="name of the policy, or file.py:Class")
     capacity: int | None = Field(None, ge=1, description="tokens per KV head kept between steps")
-    positions: PositionMode = Field("cache", description="where RoPE puts a cached token")
+    positions: PositionMode = Field("cache", description="position that RoPE gives a cached token")
     limit: int | None = Field(None, ge=1, description="largest distance with positions=clamped; tokens")
     evict: Literal["step", "prompt"] | Annotated[int, Field(ge=1)] = Field(
-        "step", description="when tokens are evicted: step, prompt (once after it), or how many at once"
+        "step", description="moment of eviction: step, prompt (once after the prompt), or a number of tokens to evict at once"
     )
-    prompt: Prompt = Field("stream", description="how a prompt longer than the cache is read: stream, once or truncate")
+    prompt: Prompt = Field("stream", description="way of reading a prompt longer than the cache: stream, once or truncate")
     prompt_tokens: int | None = Field(None, ge=2, description="tokens that truncate keeps; the capacity if not given")
-    seed: int = Field(0, description="of the policy's random numbers")
-    sample_seed: int = Field(0, ge=0, description="of the answers, where lm-eval's gen_kwargs say do_sample=true")
+    seed: int = Field(0, description="seed of the policy's random numbers")
+    sample_seed: int = Field(0, ge=0, description="seed of the answers, if lm-eval's gen_kwargs have do_sample=true")
     revision: str | None = Field(None, description="commit, branch or tag of a hub model")
     gguf_file: str | None = Field(None, description="the GGUF file to read of a directory or hub model")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the model's own if auto")
-    device: str = Field("auto", description="auto, cpu, cuda")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="type of the weights; the model's own if auto"
+    )
+    device: str = Field("auto", description="device: auto, cpu or cuda")
     batch_size: _Batch = Field(_DEFAULT_BATCH, description="requests run together; auto is 16")
-    max_length: int | None = Field(None, ge=1, description="tokens kept of a longer request: the last ones")
+    max_length: int | None = Field(
+        None, ge=1, description="largest number of tokens of a request; a longer request keeps its last tokens"
+    )
     rope_length: int | None = Field(
         None, ge=1, le=LONGEST_STREAM, description="longest position, for RoPE types that depend on it; tokens"
     )

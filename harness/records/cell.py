@@ -61,12 +61,14 @@ class CellModel(Part):
     """A cell's model."""
 
     id: Name = Field(description="a hub id, or the name of a local directory or file")
-    dtype: Name = Field(description="of weights and cache")
-    revision: Name | None = Field(None, description="of a hub model: a commit")
+    dtype: Name = Field(description="dtype of weights and cache")
+    revision: Name | None = Field(None, description="commit of a hub model")
     gguf_file: Name | None = Field(None, description="the GGUF file read, of several")
     rope_length: Positive | None = Field(None, description="longest position in tokens, for RoPE types that depend on it")
-    devices: Positive = Field(1, description="that the model was spread over")
-    parallel: Name | None = Field(None, description="how: whole layers on each device (layers); older records may have tensor")
+    devices: Positive = Field(1, description="number of devices that the model was spread over")
+    parallel: Name | None = Field(
+        None, description="way of spreading the model: whole layers on each device (layers); older records may have tensor"
+    )
 
 
 class Every(Part):
@@ -74,7 +76,7 @@ class Every(Part):
 
     model_config = ConfigDict(extra="forbid")
 
-    every: Positive = Field(description="tokens")
+    every: Positive = Field(description="tokens evicted at once")
 
 
 class Paged(Part):
@@ -83,24 +85,24 @@ class Paged(Part):
     model_config = ConfigDict(extra="forbid")
 
     pages: Positive = Field(description="tokens of a page")
-    by: By = Field(description="who decides: the heads of a layer together (union), or each head by itself (per_head)")
-    worth: Worth = Field(description="of a page: the mean or the maximum of its tokens' importance")
+    by: By = Field(description="decision: by the heads of a layer together (union), or by each head itself (per_head)")
+    worth: Worth = Field(description="importance of a page: the mean or the maximum of its tokens' importance")
 
 
 class CellExempt(Part):
     """Tokens that a codec leaves in the model's dtype."""
 
-    sinks: Whole = Field(description="the first of a stream")
-    recent: Whole = Field(description="the newest")
+    sinks: Whole = Field(description="number of first tokens of a stream")
+    recent: Whole = Field(description="number of newest tokens")
 
 
 class CellKV(Part):
     """Codec of stored K and V."""
 
-    codec: Literal["int8", "int4", "int2", "kivi4", "kivi2"] = Field(description="bits of a number")
+    codec: Literal["int8", "int4", "int2", "kivi4", "kivi2"] = Field(description="codec, named after the bits of a number")
     group: Positive = Field(description="channels, or tokens, that share a scale and a zero")
     exempt: CellExempt | None = Field(None, description="tokens held in the model's dtype; None with kivi")
-    residual: Positive | None = Field(None, description="the newest tokens, which kivi holds in that dtype")
+    residual: Positive | None = Field(None, description="number of newest tokens that kivi holds in the model's dtype")
     keys: Literal["unrotated", "rotated"] = Field("unrotated", description="whether keys are coded before or after RoPE")
 
     @model_validator(mode="after")
@@ -119,23 +121,23 @@ class CellKV(Part):
 class CellSpec(Document):
     """Specification of a cell, with all defaults filled in."""
 
-    suite: Name = Field(description="its name")
-    suite_version: Whole = Field(description="raised when a change makes old records incomparable")
+    suite: Name = Field(description="name of the suite")
+    suite_version: Whole = Field(description="version of the suite, raised when a change makes old records incomparable")
     model: CellModel = Field(description="the model")
     task: SkipValidation[Options] = Field(description="the task's name and its options")
-    policy: Name = Field(description="its name, or file.py:Class")
+    policy: Name = Field(description="name of the policy, or file.py:Class")
     parameters: dict[str, Plain] = Field(
-        description="the policy's, bound to the capacity; a policy that it holds is a mapping with its name and parameters"
+        description="parameters, bound to the capacity; a policy that the policy holds is a mapping with name and parameters"
     )
     capacity: Positive | None = Field(description="tokens per KV head kept between steps; None: all, or an outcome of the prompt")
-    positions: Name = Field(description="where RoPE puts a cached token")
+    positions: Name = Field(description="position that RoPE gives a cached token")
     limit: Positive | None = Field(description="largest distance in tokens, for positions 'clamped'")
     seed: Whole = Field(description="seed of the policy's random numbers")
     evict: Literal["step", "prompt"] | Every | Paged = Field(
-        "step", description="when tokens are evicted: after every step, several at once, whole pages, or once after the prompt"
+        "step", description="moment of eviction: after every step, several at once, whole pages, or once after the prompt"
     )
 
-    kv: CellKV | None = Field(None, description="how K and V are stored; None: in the model's dtype")
+    kv: CellKV | None = Field(None, description="format of K and V; None: the model's dtype")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:

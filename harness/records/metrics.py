@@ -124,16 +124,18 @@ class Bucket(Part):
     from_: Annotated[Count, EXACT] = Field(alias="from", description="first position")
     to: Annotated[Count, EXACT] = Field(description="first position after the bucket")
     tokens: Annotated[Positive, EXACT] = Field(description="scored tokens")
-    nll: Annotated[Nats, near(PART_NATS)] = Field(description="mean, nats")
+    nll: Annotated[Nats, near(PART_NATS)] = Field(description="mean NLL, nats per token")
 
 
 class Look(Part):
     """The paired difference to the reference over the first `tokens` tokens."""
 
-    tokens: Annotated[Positive, near()] = Field(description="of the text, read so far")
+    tokens: Annotated[Positive, near()] = Field(description="tokens of the text read so far")
     mean: Annotated[Nats | None, near(PART_NATS)] = Field(description="NLL above the reference's; None if they can't be paired")
-    low: Annotated[Nats | None, near(PART_NATS)] = Field(description="lower end of its interval; None without one")
-    high: Annotated[Nats | None, near(PART_NATS)] = Field(description="upper end")
+    low: Annotated[Nats | None, near(PART_NATS)] = Field(
+        description="lower end of the interval of `mean`; None without an interval"
+    )
+    high: Annotated[Nats | None, near(PART_NATS)] = Field(description="upper end of the interval")
 
 
 class Looks(Part):
@@ -144,14 +146,14 @@ class Looks(Part):
     )
     planned: Annotated[Positive, EXACT] = Field(description="looks at most; every interval is corrected for their number")
     taken: Annotated[list[Look], near()] = Field(min_length=1, description="looks that were taken")
-    reason: Annotated[Literal["interval reached", "limit reached"], near()] = Field(description="why reading stopped")
+    reason: Annotated[Literal["interval reached", "limit reached"], near()] = Field(description="reason that reading stopped")
 
 
 class NllMetrics(Metrics):
     """Negative log-likelihood of a text. Pages rank it, compare it token by token, and draw it over the stream."""
 
     tokens: Annotated[Positive, EXACT] = Field(description="scored tokens")
-    nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean, nats")
+    nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean NLL, nats per token")
     perplexity: Annotated[Amount, near(relative=SUM)] = Field(description="exponential of nll")
     buckets: Annotated[list[Bucket], EXACT] = Field(
         default_factory=list,
@@ -163,7 +165,7 @@ class NllMetrics(Metrics):
     on_stride: StrideBlocks | None = Field(None, description="sums over the tokens that every cell of the task scored")
     bytes: Annotated[Count | None, EXACT] = Field(None, description="UTF-8 bytes of the scored text")
     bits_per_byte: Annotated[Number | None, near(relative=SUM)] = Field(None, description="bits per byte of the scored text")
-    looks: Looks | None = Field(None, description="how reading went on until the interval to the reference was narrow enough")
+    looks: Looks | None = Field(None, description="looks at the interval to the reference, until it was narrow enough")
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
         """Yield perplexity, and bits per byte unless the record lacks the number of bytes."""
@@ -303,10 +305,10 @@ class StepMetrics(Metrics):
         None, description="milliseconds of the model's own forward pass over a token in each round; the reference for dense"
     )
     calibration_ms: Annotated[list[Amount] | None, Unchecked("forward_ms took its place")] = Field(
-        None, description="of older records: milliseconds of the calibration step in each round"
+        None, description="milliseconds of the calibration step in each round, in older records"
     )
     first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(
-        description="from the prompt to the answer's first token (TTFT), eviction included"
+        description="milliseconds from the prompt to the answer's first token (TTFT), eviction included"
     )
     tokens_per_second: Annotated[Amount | None, TIME] = Field(None, description="tokens per second of all streams together")
     kv_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of K and V held")
@@ -320,7 +322,7 @@ class PeakMetrics(Metrics):
     allocated_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="held by the cache at the end")
     growth_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="rise of the peak after the cache was full")
     how: Annotated[str, Unchecked("depends on the system; peaks are compared only if it is equal")] = Field(
-        description="how the peak was measured"
+        description="method of measuring the peak"
     )
 
     def impossible(self) -> Iterator[str]:

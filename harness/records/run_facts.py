@@ -19,7 +19,7 @@ class DataFacts(Document):
 
     other_fields: ClassVar[Rule] = EXACT  # the rule for fields that a task adds
 
-    source: Annotated[str, EXACT] = Field("", description="where the text or the images came from, in words")
+    source: Annotated[str, EXACT] = Field("", description="source of the text or the images, in words")
     text_sha256: Annotated[str, EXACT] = Field("", description="hash of the text")
     ids_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the token ids, or of the pixels of images")
     tokens: Annotated[Count, EXACT] = Field(0, description="tokens read, without the prefix")
@@ -51,7 +51,7 @@ class KeepMap(Part):
 class AtOnce(Part):
     """Number of independent streams that were read at once."""
 
-    streams: Annotated[Positive, _MACHINES] = Field(description="at once")
+    streams: Annotated[Positive, _MACHINES] = Field(description="number of streams read at once")
 
 
 class Facts(Document):
@@ -63,22 +63,25 @@ class Facts(Document):
     )
     policy_sha256: Annotated[str, CODE] = Field("", description="hash of the source of the policy and its statistics")
     code: Annotated[str | None, CODE] = Field(
-        None, description="of somebody else's cache: whose code ran, with versions; None: a policy in our loop"
+        None, description="code of a third-party cache that ran, with versions; None: a policy in our loop"
     )
     wrong_length: Annotated[str | None, EXACT] = Field(
-        None, description="what somebody else's cache says that it has read, where that is wrong; positions don't depend on it"
+        None, description="wrong statement of a third-party cache about the tokens that it has read; positions don't depend on it"
     )
     task_sha256: Annotated[str, CODE] = Field("", description="hash of the source of a task outside this package")
     block: Annotated[Positive | None, _MACHINES] = Field(None, description="tokens per block")
     side_by_side: Annotated[AtOnce | None, _MACHINES] = Field(
-        None, description="how many independent streams were read at once; None: all of them"
+        None, description="number of independent streams read at once; None: all"
     )
-    method: Annotated[str | None, Elsewhere("method")] = Field(None, description="how blocks were read")
-    step: Annotated[str | None, Elsewhere("method")] = Field(None, description="how single tokens were read")
-    refused: Annotated[str | None, Elsewhere("method")] = Field(None, description="why a faster method was rejected")
-    plain_because: Annotated[str | None, Elsewhere("method")] = Field(None, description="why no faster method applies")
+    method: Annotated[str | None, Elsewhere("method")] = Field(None, description="method of reading blocks")
+    step: Annotated[str | None, Elsewhere("method")] = Field(None, description="method of reading single tokens")
+    refused: Annotated[str | None, Elsewhere("method")] = Field(None, description="reason that a faster method was rejected")
+    plain_because: Annotated[str | None, Elsewhere("method")] = Field(
+        None, description="reason that no faster method exists for blocks"
+    )
     budgets: Annotated[str | None, EXACT] = Field(
-        None, description="why heads hold different numbers of tokens: a table, a pool or the prompt; None: they don't"
+        None,
+        description="reason that heads hold different numbers of tokens: a table, a pool or the prompt; None: equal numbers",
     )
     differs_from_walk: Annotated[Amount | None, Unchecked("the check at load rejects a method beyond its bound")] = Field(
         None, description="largest difference to the plain walk, as a share of the rounding tolerance"
@@ -90,7 +93,7 @@ class Facts(Document):
     training_length: Annotated[Positive | None, EXACT] = Field(None, description="longest sequence in training, in tokens")
     vocab_size: Annotated[Positive | None, EXACT] = Field(None, description="entries of the model's vocabulary")
     tokenizer_differs: Annotated[str | None, EXACT] = Field(
-        None, description="how the tokenizer disagrees with the model's config, if it was read and does"
+        None, description="disagreement of the tokenizer with the model's config; None without one"
     )
     kv_shapes: Annotated[list[KVShape] | None, EXACT] = Field(None, description="shapes of K and V, by layer")
     device: Annotated[str, MACHINE] = Field("", description="name of the device")
@@ -99,7 +102,9 @@ class Facts(Document):
     threads: Annotated[Positive | None, MACHINE] = Field(None, description="CPU threads")
     seconds: Annotated[Amount | None, TIME] = Field(None, description="seconds in total")
     measured_seconds: Annotated[Amount | None, Elsewhere("speed")] = Field(None, description="seconds of the task's own work")
-    tokens_per_second: Annotated[Amount | None, Elsewhere("speed")] = Field(None, description="over measured_seconds")
+    tokens_per_second: Annotated[Amount | None, Elsewhere("speed")] = Field(
+        None, description="tokens per second over measured_seconds"
+    )
     calibration_ms: Annotated[Amount | None, Elsewhere("speed")] = Field(
         None, description="milliseconds of a fixed matrix product and copy, timed after the cell"
     )
@@ -112,9 +117,9 @@ class Failure(Document):
     """The error of a failed cell."""
 
     kind: str = Field(description="the error's type, or 'out of memory'")
-    message: str = Field(description="its first line")
+    message: str = Field(description="first line of the error")
     where: str = Field("", description="file, line and function, in the user's code if it is on the stack")
-    traceback: list[str] = Field(default_factory=list, description="its last lines")
+    traceback: list[str] = Field(default_factory=list, description="last lines of the traceback")
 
 
 class RecordedTrace(Document):

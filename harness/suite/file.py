@@ -17,13 +17,13 @@ class ModelSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(description="a hub id, a local directory or GGUF file, or the name of a packaged model")
-    revision: str | None = Field(None, description="of a hub model: a commit")
+    revision: str | None = Field(None, description="commit of a hub model")
     gguf_file: str | None = Field(None, description="the GGUF file to read of a hub model or local directory")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
     pickle: bool = Field(False, description="accept weights that are not safetensors")
-    devices: int = Field(1, ge=1, description="that the model is spread over")
-    parallel: Literal["layers"] | None = Field(None, description="how: whole layers on each device")
+    devices: int = Field(1, ge=1, description="number of devices that the model is spread over")
+    parallel: Literal["layers"] | None = Field(None, description="way of spreading the model: whole layers on each device")
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -53,14 +53,14 @@ class Resources(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpus: float | None = Field(
-        None, ge=0, le=64, description="of a worker: 0, 1, or a share such as 0.5; 1 if not given and the machine has some"
+        None, ge=0, le=64, description="GPUs of a worker: 0, 1, or a share such as 0.5; 1 if not given and the machine has any"
     )
     cpus: int | None = Field(None, ge=1, description="cores of a worker; as many as its threads if not given")
     memory: Annotated[
         int | None,
         BeforeValidator(lambda v: None if v is None else size_in_bytes(v)),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
-    ] = Field(None, description="of a worker: bytes, or a size such as 20GiB")
+    ] = Field(None, description="memory of a worker: bytes, or a size such as 20GiB")
 
     @model_validator(mode="after")
     def _has_whole_gpus(self) -> Self:
@@ -74,8 +74,8 @@ class SuiteFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    suite: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="its name")
-    version: int = Field(ge=1, description="raised when a change makes old records incomparable")
+    suite: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="name of the suite")
+    version: int = Field(ge=1, description="version of the suite, raised when a change makes old records incomparable")
     description: str = ""
     model: dict[str, Any] | list[dict[str, Any]]
     task: dict[str, Any] | list[dict[str, Any]]
@@ -83,13 +83,13 @@ class SuiteFile(BaseModel):
         None, description="tokens per KV head kept between steps, for every policy; or {share: of the prompt}, or {bytes: SIZE}"
     )
     evict: Evicts = Field(
-        "step", description="when tokens are evicted: after every step, {every: TOKENS} at once, or once after the prompt"
+        "step", description="moment of eviction: after every step, {every: TOKENS} at once, or once after the prompt"
     )
-    kv: KVs = Field("dtype", description="how K and V are stored: in the model's dtype, or by a codec such as int4")
-    positions: PositionMode | list[PositionMode] = Field("cache", description="where RoPE puts a cached token")
+    kv: KVs = Field("dtype", description="format of K and V: the model's dtype, or a codec such as int4")
+    positions: PositionMode | list[PositionMode] = Field("cache", description="position that RoPE gives a cached token")
     limit: int | None = Field(None, ge=1, description="largest distance of positions 'clamped'; tokens")
     seed: int | list[int] = 0
     resources: Annotated[dict[str, Any] | None, WithJsonSchema(Resources.model_json_schema())] = Field(
-        None, description="of each worker of `bench run --ray`"
+        None, description="resources of each worker of `bench run --ray`"
     )
     policies: list[str | dict[str, Any]] = Field(min_length=1)

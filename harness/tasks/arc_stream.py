@@ -37,7 +37,7 @@ class ArcStreamOptions(Options):
     questions: int | None = Field(None, ge=1, description="number of questions to ask, from the first; all if not given")
     context: Context = Field(
         "gold",
-        description="what a question leaves in the stream: the right answer (gold), the model's (model), or nothing (none)",
+        description="answer that a question leaves in the stream: the right one (gold), the model's (model), or none (none)",
     )
     one_at_a_time: bool | None = Field(None, description="each question gets a fresh cache: the baseline without a stream")
 

@@ -64,7 +64,7 @@ class DivergenceAt(Part):
 class SampleSums(Part):
     """Sums over each sample, for paired differences between policies."""
 
-    kl: Annotated[list[Amount], near(RUN_NATS, SUM)] = Field(description="nats")
+    kl: Annotated[list[Amount], near(RUN_NATS, SUM)] = Field(description="summed KL divergence, nats")
     agreed: Annotated[list[Count], near(2)] = Field(description="predictions with the same top token")
 
 
@@ -74,17 +74,19 @@ class DivergenceMetrics(SampleMetrics):
     kl: Annotated[Amount, near(MEAN_NATS), Compared(0.001, more_is_better=False, sums="sums.kl")] = Field(
         description="KL(dense || policy), mean over predictions, nats per token"
     )
-    kl_interval: Annotated[Ends | None, near(PART_NATS)] = Field(None, description="its 95 % interval; None if too short")
+    kl_interval: Annotated[Ends | None, near(PART_NATS)] = Field(
+        None, description="95 % interval of `kl`; None if the text is too short"
+    )
     agreement: Annotated[Share, _SHARE, Compared(0.01, more_is_better=True, sums="sums.agreed")] = Field(
         description="share of predictions with the same top token as dense"
     )
-    agreement_interval: Annotated[Ends | None, _SHARE] = Field(None, description="its 95 % interval")
-    nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean under the policy, nats per token")
+    agreement_interval: Annotated[Ends | None, _SHARE] = Field(None, description="95 % interval of `agreement`")
+    nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean NLL under the policy, nats per token")
     nll_change: Annotated[Nats, near(MEAN_NATS)] = Field(
-        description="mean under the policy minus that under dense, nats per token"
+        description="mean NLL under the policy minus mean NLL under dense, nats per token"
     )
-    nll_change_interval: Annotated[Ends | None, near(PART_NATS)] = Field(None, description="its 95 % interval")
-    by_position: Annotated[list[DivergenceAt], EXACT] = Field(description="the same by position in the sample")
+    nll_change_interval: Annotated[Ends | None, near(PART_NATS)] = Field(None, description="95 % interval of `nll_change`")
+    by_position: Annotated[list[DivergenceAt], EXACT] = Field(description="divergence and agreement by position in the sample")
     sums: SampleSums = Field(description="sums over each sample")
     kv_bytes: Annotated[Count | None, near()] = Field(None, description="bytes allocated for K and V of one sample")
 

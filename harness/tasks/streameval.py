@@ -40,13 +40,13 @@ class StreamEvalOptions(Options):
     name: Literal["streameval"] = "streameval"
     lines: int = Field(1000, ge=1, description="record lines per stream")
     query_every: int = Field(10, ge=1, description="lines between questions")
-    distance: int = Field(20, ge=1, description="a question is about the line this many lines back; 1 is the last line")
+    distance: int = Field(20, ge=1, description="lines from a question back to the line that it is about; 1 is the last line")
     streams: int = Field(1, ge=1, description="number of independent streams; each is read with a fresh cache")
     lowest: int = Field(1, ge=0, description="smallest register content")
     highest: int = Field(50000, ge=1, description="largest register content")
     context: Context = Field(
         "gold",
-        description="what a question leaves in the stream: the right answer (gold), the model's (model), or nothing (none)",
+        description="answer that a question leaves in the stream: the right one (gold), the model's (model), or none (none)",
     )
     data_seed: int = Field(0, ge=0, description="seed of the registers' contents")
 

@@ -89,24 +89,25 @@ class TurnsOptions(Options):
 
     name: Literal["turns"] = "turns"
     data: Literal["keys", "words", "scbench"] = Field(
-        "keys", description="generated, for builtin:recall (keys) or a model of `bench pretrain machine` (words); or SCBench's"
+        "keys",
+        description="source: generated for builtin:recall (keys) or a model of `bench pretrain machine` (words), or SCBench",
     )
     mode: Literal["turns", "requests"] = Field(
         "turns",
         description="turns: one cache reads the text, every question and every answer; requests: each is asked on a copy of the "
         "text's cache",
     )
-    subset: str = Field("scbench_kv", description="of SCBench")
+    subset: str = Field("scbench_kv", description="subset of SCBench")
     turns: int = Field(12, ge=1, description="turns of a conversation, with one question each")
     streams: int = Field(20, ge=1, description="independent conversations; each is read with a fresh cache")
     context: Literal["gold", "model"] = Field(
-        "gold", description="what stays of an answer in mode turns: the right one (gold), or the model's (model)"
+        "gold", description="answer that stays in the stream in mode turns: the right one (gold), or the model's (model)"
     )
     system: int = Field(4, ge=0, description="facts that stand first")
-    facts: int = Field(32, ge=0, description="facts of the text after them")
+    facts: int = Field(32, ge=0, description="facts of the text after the first ones")
     told: int = Field(1, ge=0, description="facts that a turn tells or corrects, before its question")
-    corrections: float = Field(0.5, ge=0, le=1, description="share of these that correct an earlier fact")
-    filler: int = Field(4, ge=0, description="facts that a turn tells after those, and nobody asks about")
+    corrections: float = Field(0.5, ge=0, le=1, description="share of told facts that correct an earlier fact")
+    filler: int = Field(4, ge=0, description="facts that a turn tells afterwards, and that no question is about")
     data_seed: int = Field(0, ge=0, description="seed of names, values and questions")
 
     @property

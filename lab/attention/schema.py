@@ -29,7 +29,7 @@ class AttentionOptions(harness_options.AttentionOptions):
         128, ge=2, le=2**20, description="length of a sample, the tokens that open it included; of an image, the model decides"
     )
     dataset: str | None = Field(
-        None, description="of images, on the hub: owner/name or owner/name@revision; read where --data gives no directory"
+        None, description="dataset of images on the hub: owner/name or owner/name@revision; read where --data gives no directory"
     )
     norm_cutoff: float | None = Field(
         None,
@@ -70,18 +70,22 @@ class LayerAttention(harness_options.LayerAttention):
     hidden_largest: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(
         None, description="largest magnitude in the hidden states after the layer, mean over samples"
     )
-    hidden_median: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(None, description="median magnitude, likewise")
+    hidden_median: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(
+        None, description="median magnitude in the hidden states after the layer, mean over samples"
+    )
     key_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
         None, min_length=2, max_length=2, description="norm of the first token's key, and the mean over the others"
     )
     value_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
-        None, min_length=2, max_length=2, description="the same of values"
+        None, min_length=2, max_length=2, description="norm of the first token's value, and the mean over the others"
     )
     key_channels: Annotated[Share | None, SHARE] = Field(
         None,
         description="share of the squares of keys, as attention takes them, in the largest sixteenth of a head's channels",
     )
-    value_channels: Annotated[Share | None, SHARE] = Field(None, description="the same of values")
+    value_channels: Annotated[Share | None, SHARE] = Field(
+        None, description="share of the squares of values in the largest sixteenth of a head's channels"
+    )
     initial_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
         None,
         min_length=5,
@@ -102,20 +106,22 @@ class LayerAttention(harness_options.LayerAttention):
 class SinkToken(Part):
     """A token other than the first that some head attends to more than epsilon."""
 
-    text: Annotated[str, EXACT] = Field(max_length=MOST_SHOWN, description="of the token")
-    position: Annotated[Count, EXACT] = Field(description="where it is a sink first, in a sample")
-    times: Annotated[Positive, EXACT] = Field(description="how often it is a sink of at least one head, in all samples")
+    text: Annotated[str, EXACT] = Field(max_length=MOST_SHOWN, description="text of the token")
+    position: Annotated[Count, EXACT] = Field(description="first position at which it is a sink, in a sample")
+    times: Annotated[Positive, EXACT] = Field(
+        description="number of times that it is a sink of at least one head, in all samples"
+    )
     heads: Annotated[Share, SHARE] = Field(description="share of heads whose sink it is, where it is one; mean")
 
 
 class Massive(Part):
     """A massive activation: a magnitude over 100 and over 1,000 times the median of its layer."""
 
-    layer: Annotated[Count, EXACT] = Field(description="after which it is found, counted from 0")
-    dim: Annotated[Count, EXACT] = Field(description="of the hidden state")
-    text: Annotated[str, EXACT] = Field(max_length=MOST_SHOWN, description="of the token")
-    position: Annotated[Count, EXACT] = Field(description="of its first occurrence in a sample")
-    times: Annotated[Positive, EXACT] = Field(description="how often, in all samples")
+    layer: Annotated[Count, EXACT] = Field(description="layer after which it occurs, counted from 0")
+    dim: Annotated[Count, EXACT] = Field(description="dimension of the hidden state")
+    text: Annotated[str, EXACT] = Field(max_length=MOST_SHOWN, description="text of the token")
+    position: Annotated[Count, EXACT] = Field(description="position of its first occurrence in a sample")
+    times: Annotated[Positive, EXACT] = Field(description="number of occurrences in all samples")
     magnitude: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="largest of them")
 
 
@@ -130,14 +136,20 @@ class LostAt(Part):
 class LayerPatches(Part):
     """The patches of all images in one layer."""
 
-    norm_median: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="of the patches' hidden states after the layer")
-    norm_largest: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="likewise")
+    norm_median: Annotated[Amount, near(PART_NATS, SUM)] = Field(
+        description="median norm of the patches' hidden states after the layer"
+    )
+    norm_largest: Annotated[Amount, near(PART_NATS, SUM)] = Field(
+        description="largest norm of the patches' hidden states after the layer"
+    )
     outliers: Annotated[Share, SHARE] = Field(description="share of patches whose norm is an outlier after this layer")
     to_patch: Annotated[Share, SHARE] = Field(
         description="attention that a patch gets that is no outlier after the last layer, mean over queries and heads"
     )
-    to_outlier: Annotated[Share | None, SHARE] = Field(None, description="the same of a patch that is one")
-    to_register: Annotated[Share | None, SHARE] = Field(None, description="the same of a register token")
+    to_outlier: Annotated[Share | None, SHARE] = Field(
+        None, description="attention that a patch gets that is an outlier after the last layer"
+    )
+    to_register: Annotated[Share | None, SHARE] = Field(None, description="attention that a register token gets")
 
 
 class OutlierPosition(Part):
@@ -152,8 +164,8 @@ class OutlierPosition(Part):
 class Patches(Part):
     """Patch tokens, and those among them whose norm is an outlier: the registers of Darcet et al. 2023, arXiv:2309.16588."""
 
-    rows: Annotated[Positive, EXACT] = Field(description="of patches in an image")
-    columns: Annotated[Positive, EXACT] = Field(description="of patches in an image")
+    rows: Annotated[Positive, EXACT] = Field(description="rows of patches in an image")
+    columns: Annotated[Positive, EXACT] = Field(description="columns of patches in an image")
     special: Annotated[Count, EXACT] = Field(description="tokens before the patches: [CLS], register tokens")
     registers: Annotated[Count, EXACT] = Field(description="register tokens among them")
     norm_cutoff: Annotated[Amount, EXACT] = Field(description="norm after the last layer that `over_cutoff` counts from")
@@ -163,9 +175,9 @@ class Patches(Part):
         description="share of patches whose norm after the last layer is over 4 times the median of their image's: our criterion"
     )
     outliers_interval: Annotated[Ends | None, SHARE] = Field(None, description="95 % interval over images")
-    layers: Annotated[list[LayerPatches], EXACT] = Field(description="of the model, in order")
+    layers: Annotated[list[LayerPatches], EXACT] = Field(description="layers of the model, in order")
     positions: Annotated[list[OutlierPosition], EXACT] = Field(
-        default_factory=list, description="where outliers are by our criterion, the most frequent first"
+        default_factory=list, description="positions of outliers by our criterion, the most frequent first"
     )
 
 
@@ -179,13 +191,13 @@ class AttentionMetrics(harness_options.AttentionMetrics):
         None, title="attention lost", description="attention that queries would give under full attention to what was evicted"
     )
     lost_interval: Annotated[Ends | None, SHARE] = Field(None, description="95 % interval over samples")
-    lost_at: Annotated[list[LostAt], EXACT] = Field(default_factory=list, description="the same by position in the sample")
+    lost_at: Annotated[list[LostAt], EXACT] = Field(default_factory=list, description="attention lost by position in the sample")
     layers: Annotated[list[LayerAttention], EXACT] = Field(  # type: ignore[assignment]  # a list of a subclass
-        description="of the model, in order"
+        description="layers of the model, in order"
     )
     sinks: Annotated[list[SinkToken], EXACT] = Field(default_factory=list, description="other sinks, the most frequent first")
     massive: Annotated[list[Massive], EXACT] = Field(default_factory=list, description="massive activations, the largest first")
-    patches: Annotated[Patches | None, EXACT] = Field(None, description="of images")
+    patches: Annotated[Patches | None, EXACT] = Field(None, description="figures of images")
 
     def headline(self) -> str:
         """The sink metric, the attention lost, and the share of outliers."""

@@ -13,7 +13,7 @@ import click
     "--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of PG-19 with a train split (or BENCH_DATA). Default: the hub."
 )
 @click.option("--out", metavar="DIR", help="Folder for checkpoints, log and model. Default: pretrained/NAME.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
+@click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:1.")
 @click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's.")
 @click.option("--steps", type=click.IntRange(1), help="Stop after this many steps, with a checkpoint; the next call goes on.")
 @click.option("--tokens", type=click.IntRange(1), help="A shorter training: as many steps before running text, fewer of it.")

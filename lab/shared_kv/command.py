@@ -25,20 +25,24 @@ if TYPE_CHECKING:
 
 @click.command("shared-kv")
 @click.argument("model")
-@click.option("--policy", "policies", multiple=True, default=["h2o"], help="A name, or '{name: h2o, window: 8}'; repeatable.")
+@click.option(
+    "--policy", "policies", multiple=True, default=["h2o"], help="Policy: a name, or '{name: h2o, window: 8}'; repeatable."
+)
 @click.option("--capacity", type=click.IntRange(1), default=32, show_default=True, help="Tokens per KV head kept between steps.")
 @click.option(
     "--positions",
     type=click.Choice(["cache", "stream"]),
     default="stream",
     show_default=True,
-    help="Where RoPE puts a kept token: at its rank, or at its place in the text.",
+    help="Position that RoPE gives a kept token: its rank, or its place in the text.",
 )
-@click.option("--text", type=click.Choice(get_args(Source)), default="prose", show_default=True, help="What the model reads.")
+@click.option(
+    "--text", type=click.Choice(get_args(Source)), default="prose", show_default=True, help="Text that the model reads."
+)
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text (or BENCH_DATA). Default: the hub.")
 @click.option("--tokens", type=click.IntRange(2), default=2048, show_default=True, help="Tokens of all streams.")
 @click.option("--streams", type=click.IntRange(1), default=16, show_default=True, help="Streams that the text is cut into.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the policies' random numbers.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the policies' random numbers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def shared_kv(
     model: str,

@@ -30,9 +30,11 @@ class LayerAttention(Part):
 
     first: Annotated[Share, SHARE] = Field(description="attention that a query gives to the first token, mean over queries")
     late: Annotated[Share, SHARE] = Field(description="attention of the last query to the first token")
-    late_deviation: Annotated[Amount, SHARE] = Field(description="standard deviation of the same over samples and heads")
-    entropy: Annotated[Amount, SHARE] = Field(description="of a query's weights, that of no token included; nats")
-    largest_logit: Annotated[Number, near(PART_NATS, SUM)] = Field(description="mean over samples and heads")
+    late_deviation: Annotated[Amount, SHARE] = Field(description="standard deviation of `late` over samples and heads")
+    entropy: Annotated[Amount, SHARE] = Field(
+        description="entropy of a query's weights, the weight of no token included, in nats"
+    )
+    largest_logit: Annotated[Number, near(PART_NATS, SUM)] = Field(description="largest logit, mean over samples and heads")
     rest: Annotated[Share | None, SHARE] = Field(None, description="attention that goes to no token")
 
 
@@ -40,7 +42,7 @@ class AttentionMetrics(Metrics):
     """Figures about the attention of heads."""
 
     samples: Annotated[Positive, EXACT] = Field(description="pieces of text")
-    tokens: Annotated[Positive, EXACT] = Field(description="of a sample")
+    tokens: Annotated[Positive, EXACT] = Field(description="number of tokens of a sample")
     heads: Annotated[Positive, EXACT] = Field(description="query heads of all layers")
     sink_heads: Annotated[Share, SHARE] = Field(
         title="sink heads",
@@ -51,14 +53,20 @@ class AttentionMetrics(Metrics):
         title="first token", description="attention to the first token, mean over queries, heads and samples"
     )
     first_interval: Annotated[Ends | None, SHARE] = Field(None, description="95 % interval over samples")
-    first_by_head: Annotated[list[list[Share]], SHARE] = Field(description="the same by layer and head, mean over samples")
-    entropy: Annotated[Amount, SHARE] = Field(description="of a query's weights, nats, mean over queries, heads and samples")
-    entropy_by_head: Annotated[list[list[Amount]], SHARE] = Field(description="the same by layer and head")
-    largest_logit: Annotated[Number, near(PART_NATS, SUM)] = Field(title="largest logit", description="of all heads and samples")
+    first_by_head: Annotated[list[list[Share]], SHARE] = Field(
+        description="attention to the first token by layer and head, mean over samples"
+    )
+    entropy: Annotated[Amount, SHARE] = Field(
+        description="entropy of a query's weights in nats, mean over queries, heads and samples"
+    )
+    entropy_by_head: Annotated[list[list[Amount]], SHARE] = Field(description="entropy by layer and head")
+    largest_logit: Annotated[Number, near(PART_NATS, SUM)] = Field(
+        title="largest logit", description="largest logit of all heads and samples"
+    )
     rest: Annotated[Share | None, SHARE] = Field(
         None, description="attention that goes to no token, if the model has such a sink"
     )
-    layers: Annotated[list[LayerAttention], EXACT] = Field(description="of the model, in order")
+    layers: Annotated[list[LayerAttention], EXACT] = Field(description="layers of the model, in order")
 
     def headline(self) -> str:
         """Return the sink metric as a phrase."""

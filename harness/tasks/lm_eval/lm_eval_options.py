@@ -40,7 +40,7 @@ class LmEvalOptions(Options):
     )
     prompt: Literal["stream", "once", "truncate"] = Field(
         "stream",
-        description="how a prompt longer than the cache is read: stream (token by token, evicting), once (in full, then "
+        description="way of reading a prompt longer than the cache: stream (token by token, evicting), once (in full, then "
         "evicting once), truncate (only its first and last tokens)",
     )
     prompt_tokens: int | None = Field(None, ge=2, description="tokens of a prompt that truncate keeps; the capacity if not given")
@@ -126,7 +126,7 @@ class LmEvalMetrics(ScoreMetrics):
         None, ge=2, le=MOST_SAMPLES, description="answers to each question, if several; its score is their mean"
     )
     pass_at: Annotated[dict[str, Share] | None, near(PART_NATS, SUM)] = Field(
-        None, description="by k: the chance that one of k answers is right, mean over questions, if answers are right or wrong"
+        None, description="chance that one of k answers is right, by k, mean over questions, if answers are right or wrong"
     )
     depths: Annotated[dict[str, AnswerCounts] | None, EXACT] = Field(
         None, description="counts by the tenth of the prompt in which the answer was told, 0 to 9, where that is known"

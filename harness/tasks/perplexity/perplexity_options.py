@@ -38,7 +38,7 @@ class Until(BaseModel):
         gt=0, description="half the width of the 95 % interval of the difference to the reference, nats per token"
     )
     reference: Literal["dense", "recompute_window"] = Field(
-        "recompute_window", description="what the policy is compared with, at the same capacity; it is read to the end"
+        "recompute_window", description="policy to compare with, at the same capacity; it reads to the end"
     )
 
 
@@ -62,7 +62,7 @@ class PerplexityOptions(Options):
     streams: int | None = Field(
         None, ge=1, description="cut the text into this many streams of equal length, each read after the prefix"
     )
-    side_by_side: int | None = Field(None, ge=1, description="how many of the streams are read at once; all if not given")
+    side_by_side: int | None = Field(None, ge=1, description="number of streams read at once; all if not given")
     prompt: int | None = Field(
         None, ge=1, description="first tokens of each stream that are its prompt: read first, not scored; none if not given"
     )

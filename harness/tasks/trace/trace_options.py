@@ -25,7 +25,7 @@ class TraceOptions(Options):
 
     name: Literal["trace"] = "trace"
     programs: int = Field(32, ge=1, le=_MAX_ANSWERS, description="number of programs; each is a prompt")
-    lines: int = Field(8, ge=2, le=LINES, description="lines of a program: how long its prompt is")
+    lines: int = Field(8, ge=2, le=LINES, description="lines of a program, which are its prompt")
     registers: int = Field(4, ge=3, le=REGISTERS, description="registers of a program")
     steps: int = Field(24, ge=1, description="fewest steps after which a program ends; the most are twice as many")
     restate: Literal["full", "reads"] = Field(
@@ -36,12 +36,14 @@ class TraceOptions(Options):
         None, ge=1, le=_MAX_WORDS, description="most words of an answer; a quarter more than the longest right one if not given"
     )
     samples: int = Field(1, ge=1, le=_MAX_ANSWERS, description="answers for each program, each drawn with a seed of its own")
-    temperature: float = Field(0.0, ge=0, le=100, description="of the softmax that words are drawn from; 0: the likeliest word")
+    temperature: float = Field(
+        0.0, ge=0, le=100, description="temperature of the softmax that words are drawn from; 0: the likeliest word"
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="draw only from the likeliest words that together have this probability")
     teacher: bool = Field(False, description="read the right trace, and say at each word which is likeliest, instead of writing")
     data_seed: int = Field(0, ge=0, description="seed of the programs")
     sample_seed: int = Field(0, ge=0, description="seed of the words that are drawn")
-    side_by_side: int | None = Field(None, ge=1, description="how many answers are written at once; all if not given")
+    side_by_side: int | None = Field(None, ge=1, description="number of answers written at once; all if not given")
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -92,17 +94,17 @@ class Between(Part):
 
     from_: Annotated[Count, EXACT] = Field(alias="from", description="smallest distance")
     to: Annotated[Count, EXACT] = Field(description="first distance after the bucket")
-    count: Annotated[Positive, ANSWERED] = Field(description="steps, or reads")
-    right: Annotated[Count, ANSWERED] = Field(description="those that are right")
+    count: Annotated[Positive, ANSWERED] = Field(description="number of steps, or reads")
+    right: Annotated[Count, ANSWERED] = Field(description="number of right steps, or reads")
 
 
 class PassAt(Part):
     """Probability that at least one of `k` answers is right, mean over programs."""
 
-    k: Annotated[Positive, EXACT] = Field(description="answers")
+    k: Annotated[Positive, EXACT] = Field(description="number of answers")
     share: Annotated[Share, ANSWERED] = Field(description="the unbiased estimate of Chen et al. 2021")
-    low: Annotated[Share | None, ANSWERED] = Field(None, description="lower end of its 95 % interval over programs")
-    high: Annotated[Share | None, ANSWERED] = Field(None, description="upper end")
+    low: Annotated[Share | None, ANSWERED] = Field(None, description="lower end of the share's 95 % interval over programs")
+    high: Annotated[Share | None, ANSWERED] = Field(None, description="upper end of the interval")
 
 
 class TraceMetrics(QuestionMetrics):
@@ -120,7 +122,7 @@ class TraceMetrics(QuestionMetrics):
     endings: Annotated[dict[str, Count] | None, ANSWERED] = Field(
         None, description="answers that ended, those that came to repeat themselves (looped), and the others (cut)"
     )
-    word_accuracy: Annotated[Share | None, ANSWERED] = Field(None, description="with `teacher`: share of words that are right")
+    word_accuracy: Annotated[Share | None, ANSWERED] = Field(None, description="share of right words, with `teacher`")
     told: Annotated[list[Between], ANSWERED] = Field(
         default_factory=list, description="steps that obey `tell`, by their distance from the prompt"
     )
