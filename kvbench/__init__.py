@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention",
     "AttentionSum",
+    "Audit",
     "Cache",
     "CacheView",
     "Composed",
@@ -26,6 +27,7 @@ __all__ = [
     "UserError",
     "ValueNorm",
     "Written",
+    "audit",
     "compare",
     "figures",
     "load",
@@ -38,6 +40,7 @@ if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checko
     __path__.append(str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
+    from kvbench.harness.audit.audit import Audit, audit
     from kvbench.harness.core.errors import UserError
     from kvbench.harness.models.load import load
     from kvbench.harness.records import Record
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
     )
 else:
     _MODULES = {
+        "Audit": "kvbench.harness.audit.audit",
+        "audit": "kvbench.harness.audit.audit",
         "UserError": "kvbench.harness.core.errors",
         "Record": "kvbench.harness.records",
         "Records": "kvbench.harness.report.export",

@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "lm_eval": "core data engine models policies rules suite",
     "tasks": "core data engine lm_eval models policies records report",
     "run": "core data engine kvbench models policies records report rules suite tasks",
-    "cli": "core data engine kvbench lm_eval models policies records report run suite",
+    "audit": "core engine models policies run",
+    "cli": "audit core data engine kvbench lm_eval models policies records report run suite",
 }
 
 

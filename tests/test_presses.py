@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import model_of, nll, tokens_of
 
+import kvbench
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
@@ -181,6 +182,14 @@ def test_a_fork_takes_the_notes_along(form):
     fork = read.fork([0])
     both = [torch.cat([r(tokens[:, t : t + 1]) for t in range(13, 40)], 1) for r in (read, fork)]
     assert torch.equal(*both)
+
+
+def test_an_audit_of_a_press(form):
+    """What a press does is checked with the positions that kvpress' pipeline passes."""
+    result = kvbench.audit(policy_from("kvpress:FirstAndNewest", FIRST), model_of("llama").hf)
+    verdicts = {check.name: check.verdict for check in result.checks}
+    assert {check.name for check in result.failed} == {"length"}, f"{result}"
+    assert verdicts["eviction"] == verdicts["positions"] == verdicts["second_turn"] == verdicts["memory"] == "pass"
 
 
 def test_its_record_names_versions_presses_inside_and_sources(form, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from kvbench import __version__
-from kvbench.harness.cli import doctor, judge, listing, lm_eval, pages, policy, records, run, show
+from kvbench.harness.cli import audit, doctor, judge, listing, lm_eval, pages, policy, records, run, show
 from kvbench.harness.cli import which as which_policy
 from kvbench.harness.cli.loaded import LAB_COMMANDS, plugin_commands
 from kvbench.harness.cli.output import accept_debug, debugging
@@ -88,6 +88,7 @@ for _command in (
     run.probe,
     listing.list_,
     policy.policy,
+    audit.audit,
     listing.schema,
     doctor.doctor,
     *LAB_COMMANDS,

@@ -188,8 +188,7 @@ class ForeignDecoder:
     @property
     def longest(self) -> float:
         """Maximum length of a stream, in tokens; infinite if the cache grows or evicts."""
-        full = [layer for layer in self.cache.layers if not getattr(layer, "is_sliding", False)]
-        return min((layer.max_cache_len for layer in full if hasattr(layer, "max_cache_len")), default=inf)
+        return longest(self.cache)
 
     def held(self, positions: Sequence[int]) -> float | None:
         """Return 1.0 if all layers hold all tokens; otherwise None, because the kept tokens can't be observed."""
@@ -221,6 +220,12 @@ class ForeignDecoder:
     def state_bytes(self) -> int:
         """0: somebody else's cache does not tell its state from its keys and values."""
         return 0
+
+
+def longest(cache: Any) -> float:
+    """Return the maximum length of a text in a cache of transformers, in tokens; infinite if it grows or evicts."""
+    full = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
+    return min((layer.max_cache_len for layer in full if hasattr(layer, "max_cache_len")), default=inf)
 
 
 def usual_attention(hf: PreTrainedModel, policy: Contestant) -> str:

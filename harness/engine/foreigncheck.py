@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.harness.core.contestants import Contestant
@@ -51,7 +52,8 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
     tokens = int(min(_TOKENS if is_trusted else _TOKENS_OF_OTHERS, read.longest))
     vocabulary = model.hf.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
-    loop = OwnLoop(_attention_that_agrees(model, policy, ids))
+    usual = usual_attention(model.hf, policy)
+    loop = OwnLoop(usual if policy.attention is not None else agreeing_attention(model.hf, usual, ids))
     singly = ForeignDecoder(model, config, method=replace(EAGER, own_loop=loop))
     if isinstance(policy, Press):
         singly.read_prompt(ids[:, :-1], tokens)
@@ -71,7 +73,7 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
             logits = torch.cat([other(block) for block in ids.split(size, 1)], 1).float()
         except Exception as error:  # a user's cache may raise anything
             return OwnLoopCheck(loop, f"blocks of {size} tokens: {described(error)}", wrong)
-        if not _agree(logits, expected, model) or other.held_bytes != singly.held_bytes:
+        if not _agree(logits, expected, model.dtype) or other.held_bytes != singly.held_bytes:
             return OwnLoopCheck(loop, f"blocks of {size} tokens give other results than single tokens", wrong)
     return OwnLoopCheck(in_blocks._replace(blocks=_ALL) if is_trusted else in_blocks, "", wrong)
 
@@ -81,18 +83,17 @@ def _wrong_length(read: ForeignDecoder, tokens: int) -> str | None:
     return None if length == tokens else f"get_seq_length says {length} after {tokens} tokens"
 
 
-def _attention_that_agrees(model: Model, policy: Contestant, ids: Tensor) -> str:
-    """Return the requested attention; by default `sdpa`, unless it differs from `eager`, as with some families' softcap."""
-    usual = usual_attention(model.hf, policy)
-    if policy.attention is not None or usual == "eager":
+def agreeing_attention(hf: PreTrainedModel, usual: str, ids: Tensor) -> str:
+    """Return the usual attention, unless it differs from `eager`, as with some families' softcap."""
+    if usual == "eager":
         return usual
     logits = []
     for name in (usual, "eager"):
-        with attention_by(model.hf, name):
-            logits.append(model.hf(input_ids=ids, use_cache=False).logits.float())
-    return usual if _agree(logits[0], logits[1], model) else "eager"
+        with attention_by(hf, name):
+            logits.append(hf(input_ids=ids, use_cache=False).logits.float())
+    return usual if _agree(logits[0], logits[1], hf.dtype) else "eager"
 
 
-def _agree(logits: Tensor, expected: Tensor, model: Model) -> bool:
+def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Return whether logits differ only by rounding. Any shape."""
-    return bool((logits - expected).abs().amax() <= rounding_of(model.dtype) * expected.abs().amax().clamp(min=1))
+    return bool((logits - expected).abs().amax() <= rounding_of(dtype) * expected.abs().amax().clamp(min=1))

@@ -131,6 +131,12 @@ class Cache(AnsweringCache):
             "state_bytes": state,
         }
 
+    def kept(self) -> list[list[list[int]]]:
+        """Return the positions that the first text holds, oldest first, by layer and KV head. Syncs with the host."""
+        if isinstance(self._decoder, CachedDecoder):
+            return [layer[0] for layer in self._decoder.kept()]
+        return [[[] for _ in range(shape.heads)] for shape in self._route.model.layers]
+
     def __repr__(self) -> str:
         return f"Cache({', '.join(f'{name}={value!r}' for name, value in self.report().items())})"
 

@@ -64,7 +64,7 @@ def check(
     Raises:
         UserError: the policy is unknown, or has no such parameter.
     """
-    policy = _instance(name, plugins.policy_class(name), settings)
+    policy = policy_from_settings(name, settings)
     if isinstance(policy, Contestant):
         raise UserError(f"{name} is a cache, not a policy, and the rules are for policies: measure it beside dense")
     bound, refusals = _cases(policy, capacities or DEFAULT_CAPACITIES)
@@ -80,9 +80,13 @@ def check(
     return CheckedPolicy([*refusals, *findings], _reading(bound[-1]))
 
 
-def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Policy:
-    """Create the policy with its parameters."""
-    parameters = {}
+def policy_from_settings(name: str, settings: Sequence[str]) -> Policy:
+    """Return the policy with this name and the parameters of `--set`, "key=value" each.
+
+    Raises:
+        UserError: the policy is unknown, or has no such parameter.
+    """
+    policy, parameters = plugins.policy_class(name), {}
     for setting in settings:
         key, _, text = setting.partition("=")
         parameters[key] = yaml_value(text, f"--set {setting}")

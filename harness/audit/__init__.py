@@ -1,0 +1,1 @@
+"""Check what somebody's KV cache does: `bench audit`, and `kvbench.audit` in notebooks and tests."""

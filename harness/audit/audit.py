@@ -1,0 +1,187 @@
+"""Audit of a cache: all checks, on a model or on the built-in ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.harness.audit import checks_of_calls, checks_of_tokens
+from kvbench.harness.audit.attended import NAMES
+from kvbench.harness.audit.case import Case, Outcome, Rule, Verdict, skipped
+from kvbench.harness.audit.subject import Subject, subject_of_factory, subject_of_policy
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.engine.foreigncheck import agreeing_attention
+from kvbench.harness.engine.own_attention import attention_by
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.load import load
+from kvbench.policies import Policy
+
+RULES = [x for module in (checks_of_tokens, checks_of_calls) for x in vars(module).values() if isinstance(x, Rule)]
+_TINY = {"gqa": "llama", "window": "gemma3_text"}  # families of random models
+_BUILTIN = {"sinks": "builtin:sink_1"}
+_VOCABULARY = 4096  # tokens of the tiny models, so that those of a text are distinct
+_PROBED = 32  # tokens by which the attention function is chosen
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check on one model.
+
+    Attributes:
+        name: name of the check.
+        question: what the check asks.
+        verdict: `pass`, `fail` or `not applicable`.
+        evidence: one line with the numbers that decided.
+        usually: what a failure usually means.
+        model: name of the model.
+    """
+
+    name: str
+    question: str
+    verdict: Verdict
+    evidence: str
+    usually: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Results of all checks of one cache.
+
+    Attributes:
+        target: name of the cache.
+        checks: results, by model and in the order of the checks.
+        seconds: time that the audit took.
+    """
+
+    target: str
+    checks: list[Check]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> list[Check]:
+        """Results that failed."""
+        return [check for check in self.checks if check.verdict == "fail"]
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return a row per check: verdicts by model, and the evidence of the first model with the worst verdict."""
+        models, rows = list(dict.fromkeys(check.model for check in self.checks)), []
+        for name in dict.fromkeys(check.name for check in self.checks):
+            of_check = [check for check in self.checks if check.name == name]
+            worst = min(of_check, key=lambda check: ("fail", "pass", "not applicable").index(check.verdict))
+            verdicts = {check.model: "-" if check.verdict == "not applicable" else check.verdict for check in of_check}
+            place = f"{worst.model}: " if len(models) > 1 and worst.verdict == "fail" else ""
+            usually = f". Usually: {worst.usually}" if worst.verdict == "fail" else ""
+            rows.append({"check": name} | verdicts | {"evidence": f"{place}{worst.evidence}{usually}"})
+        return rows
+
+    def table(self) -> str:
+        """Return the rows as aligned text."""
+        rows = self.rows()
+        lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
+        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]) for line in lines)
+
+    __str__ = table
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(asdict(self) | {"ok": self.ok}, indent=1)
+
+
+def audit(
+    cache: Callable[..., Any] | str | Policy,
+    model: PreTrainedModel | str | None = None,
+    *,
+    budget: int | None = None,
+    sinks: int = 0,
+    like: str | None = None,
+    skip: Sequence[str] = (),
+) -> Audit:
+    """Check what a cache does, against what a cache should do.
+
+    Args:
+        cache: function that returns an empty cache, such as a class; it gets the model's `config` if it takes one. A class of one
+            layer's cache works, too. Or a policy, or its name.
+        model: a transformers model in evaluation mode, or a name as in `load`; three built-in models when None.
+        budget: tokens that a KV head should keep between steps; None if unknown.
+        sinks: number of first tokens that should always be held.
+        like: policy of ours that should hold the same tokens at this budget.
+        skip: names of checks to leave out.
+
+    Raises:
+        UserError: there is no such model, policy or check.
+    """
+    if isinstance(cache, str | Policy):
+        policy = plugins.policy_class(cache)() if isinstance(cache, str) else cache
+        subject = subject_of_policy(plugins.name_of(type(policy)), policy, budget, sinks)
+    else:
+        subject = subject_of_factory(cache, budget, sinks)
+    return audited(subject, models_of(model), like, skip)
+
+
+def audited(subject: Subject, models: Iterable[tuple[str, PreTrainedModel]], like: str | None, skip: Sequence[str]) -> Audit:
+    """Return the audit of a subject on models.
+
+    Raises:
+        UserError: there is no such policy or check.
+    """
+    names, started = [rule.name for rule in RULES], perf_counter()
+    for name in skip:
+        if name not in names:
+            raise UserError(f"--skip {name}: no such check{did_you_mean(name, names)}")
+    other = None if like is None else subject_of_policy(like, plugins.policy_class(like)(), subject.budget)
+    checks = [check for name, hf in models for check in _on(subject, name, hf, other, skip)]
+    return Audit(subject.name, checks, perf_counter() - started)
+
+
+@torch.inference_mode()
+def _on(subject: Subject, name: str, hf: PreTrainedModel, like: Subject | None, skip: Sequence[str]) -> list[Check]:
+    """Run all checks on one model. PyTorch's generator is restored."""
+    ids = torch.arange(min(_PROBED, hf.config.get_text_config().vocab_size), device=hf.device)[None]
+    attention = agreeing_attention(hf, "sdpa" if hf._supports_sdpa else "eager", ids)
+    checks: list[Check] = []
+    with attention_by(hf, NAMES[attention]), torch.random.fork_rng():
+        case = Case(subject, hf, like)
+        for rule in RULES:
+            if rule.name not in skip:
+                outcome = _outcome(rule, case, [check.name for check in checks if check.verdict == "fail"])
+                checks.append(Check(rule.name, rule.question, *outcome, rule.usually, name))
+    return checks
+
+
+def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
+    """Return the outcome of a check. A failure that may follow from an earlier one is not reported as another fault."""
+    if case.decode.error and rule.name != "reads":
+        return skipped("the text could not be read")
+    outcome = rule.outcome(case)
+    cause = next((name for name in rule.follows if name in failed), None)
+    if outcome.verdict == "fail" and cause is not None:
+        return skipped(f"may follow from {cause}: {outcome.evidence}")
+    return outcome
+
+
+def models_of(model: PreTrainedModel | str | None) -> list[tuple[str, PreTrainedModel]]:
+    """Return models by name: the given one, or a GQA model, one with sliding-window layers, and one with attention sinks.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if isinstance(model, str):
+        return [(model, load(model)[0])]
+    if model is not None:
+        return [(str(model.config.model_type), model)]
+    tiny = {name: tiny_model(family, vocab_size=_VOCABULARY) for name, family in _TINY.items()}
+    return [*tiny.items(), *((name, load(builtin)[0]) for name, builtin in _BUILTIN.items())]

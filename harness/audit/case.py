@@ -1,0 +1,213 @@
+"""One cache on one model, what its checks share, and the register of checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.harness.audit.subject import Subject
+from kvbench.harness.audit.trace import FAULTS, Trace, new_faults, trace
+from kvbench.harness.core.errors import UserError, described
+from kvbench.harness.engine.comparison import rounding_of
+from kvbench.harness.engine.foreign import longest
+from kvbench.harness.engine.model import UnsupportedModelError, adopt
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.run.generate import Cache as PolicyCache
+
+Verdict = Literal["pass", "fail", "not applicable"]
+_TOKENS = 96  # read if no budget is known
+_PAST_FULL = 33  # tokens read after the cache has been filled twice
+_PROMPT = 16  # tokens
+_MOST_LOST = 0.5  # tokens held after blocks, relative to those after single tokens
+_STORED_EXACTLY = 0.01  # relative difference up to which values count as stored exactly
+
+
+class Outcome(NamedTuple):
+    """Verdict of a check, with its evidence in one line."""
+
+    verdict: Verdict
+    evidence: str
+
+
+def passed(evidence: str) -> Outcome:
+    """Return the outcome of a check that found nothing wrong."""
+    return Outcome("pass", evidence)
+
+
+def failed(evidence: str) -> Outcome:
+    """Return the outcome of a check that found a fault."""
+    return Outcome("fail", evidence)
+
+
+def skipped(reason: str) -> Outcome:
+    """Return the outcome of a check that does not apply."""
+    return Outcome("not applicable", reason)
+
+
+class Case:
+    """A subject on a model.
+
+    Attributes:
+        subject: cache under test.
+        hf: model in evaluation mode, with the attention of `attended.NAMES`.
+        like: policy of ours that should hold the same tokens; None to compare with none.
+        rotations: RoPE of every layer; empty if it can't be measured.
+        length: tokens of the longest text that is read.
+    """
+
+    def __init__(self, subject: Subject, hf: PreTrainedModel, like: Subject | None = None) -> None:
+        """Measure the model's RoPE.
+
+        Raises:
+            UserError: the vocabulary has too few tokens to tell all of a text apart.
+        """
+        self.subject, self.hf, self.like = subject, hf, like
+        self.rotations = _rotations(hf)
+        self.length = _TOKENS if subject.budget is None else 2 * subject.budget + _PAST_FULL
+        self.vocabulary = int(hf.config.get_text_config().vocab_size)
+        self.length = int(min(self.length, _longest(subject, hf)))
+        if self.length > self.vocabulary:
+            raise UserError(
+                f"budget {subject.budget}: the audit reads {self.length} distinct tokens, and the model has {self.vocabulary}: "
+                "give a smaller budget"
+            )
+
+    def text(self, rows: int = 1) -> Tensor:
+        """Return texts of distinct tokens. [rows, length] int64."""
+        generator = torch.Generator().manual_seed(0)
+        texts = [torch.randperm(self.vocabulary, generator=generator)[: self.length] for _ in range(rows)]
+        return torch.stack(texts).to(self.hf.device)
+
+    def trace(self, blocks: Iterable[int], *, explicit: bool = False, hf: PreTrainedModel | None = None) -> Trace:
+        """Read the text in blocks with a new cache, with PyTorch's generator seeded by 0."""
+        torch.manual_seed(0)
+        return trace(self.subject, hf or self.hf, self.text(), blocks, self.rotations, explicit)
+
+    @cached_property
+    def prompt(self) -> int:
+        """Tokens of the first block: all that a press is to cut, otherwise fewer than the budget."""
+        if self.subject.press is not None and self.subject.press.cuts_prompts:
+            return self.length - _PROMPT
+        return min(_PROMPT, max(1, (self.subject.budget or self.length) // 2))
+
+    @property
+    def past_full(self) -> int:
+        """Tokens after which a cache with a budget has evicted some."""
+        return min(self.length - 24, (self.subject.budget or 24) + 8)
+
+    def steps(self, *blocks: int, then: int | None = None) -> list[int]:
+        """Return blocks, followed by single tokens: `then`, or all that remain."""
+        return [*blocks, *[1] * (self.length - sum(blocks) if then is None else min(then, self.length - sum(blocks)))]
+
+    @cached_property
+    def decode(self) -> Trace:
+        """Trace of a prompt and single tokens, the model asking the cache for its length."""
+        return self.trace(self.steps(self.prompt))
+
+    @cached_property
+    def known(self) -> list[str]:
+        """Kinds of faults of `decode`, which other checks do not report again."""
+        return [kind for kind, find in FAULTS.items() if find(self.decode)]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a policy of ours decides, by a decoder for which blocks of any size give equal results."""
+        return not self.decode.passes[0].reads
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values are stored as given. Quantized values are not."""
+        return self.decode.rounding <= _STORED_EXACTLY
+
+    def difference(self, logits: Tensor, expected: Tensor) -> float:
+        """Return the largest difference of logits, relative to the largest logit; 0.0 if it is within rounding. [..., V]."""
+        relative = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1)) if logits.numel() else 0.0
+        return 0.0 if relative <= rounding_of(self.hf.dtype) else relative
+
+    def fault_of(self, blocks: Iterable[int]) -> str:
+        """Return what goes wrong if the text is read in these blocks; empty if nothing.
+
+        Logits must equal those of `decode`, up to the first eviction. Later tokens of a block see the tokens that single tokens
+        evict, so only policies of ours must be equal to the end.
+        """
+        of = self.trace(blocks)
+        if fault := new_faults(of, self.known) or self._lost(of):
+            return fault
+        ends = [len(of.logits), len(self.decode.logits)]
+        if not self.is_ours:
+            ends += [t.first_eviction or ends[0] for t in (of, self.decode)]
+        difference = self.difference(of.logits[: min(ends)], self.decode.logits[: min(ends)]) if self.is_exact else 0
+        return f"logits differ from those of single tokens by {difference:.2g} of the largest" if difference else ""
+
+    def _lost(self, of: Trace) -> str:
+        """Return the first step at which far fewer tokens are held than when single tokens are read."""
+        held = {p.first: p.mean_held for p in self.decode.passes}
+        lost = next((p for p in of.passes if p.mean_held < _MOST_LOST * held.get(p.first, 0)), None)
+        return "" if lost is None else f"at step {lost.first} it holds {lost.mean_held:g} tokens, not {held[lost.first]:g}"
+
+
+def _rotations(hf: PreTrainedModel) -> list[Rotation | None]:
+    try:
+        return [shape.rotation for shape in adopt(hf, shared=True).layers]
+    except UnsupportedModelError:
+        return []
+
+
+def _longest(subject: Subject, hf: PreTrainedModel) -> float:
+    """Return the maximum length of a text, in tokens; infinite if the cache grows or evicts."""
+    cache = subject.new_cache(hf)
+    if isinstance(cache, PolicyCache):
+        return 2.0**62
+    return longest(cache)
+
+
+class RefusedError(Exception):
+    """A cache refuses an optional operation."""
+
+
+@contextmanager
+def refusable(operation: str) -> Iterator[None]:
+    """Let a cache refuse an operation in this context, by an exception as transformers' caches raise."""
+    try:
+        yield
+    except (NotImplementedError, ValueError, RuntimeError, AttributeError) as error:
+        raise RefusedError(f"{operation} is refused: {described(error)}") from error
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check.
+
+    Attributes:
+        name: name in tables.
+        question: what the check asks.
+        usually: what a failure usually means.
+        follows: names of checks whose failure may be the cause of a failure of this one.
+    """
+
+    name: str
+    question: str
+    usually: str
+    follows: tuple[str, ...]
+    find: Callable[[Case], Outcome]
+
+    def outcome(self, case: Case) -> Outcome:
+        """Return the outcome. An exception of a user's cache fails the check."""
+        try:
+            return self.find(case)
+        except RefusedError as refusal:
+            return skipped(str(refusal))
+        except Exception as error:  # a user's cache may raise anything
+            return failed(f"it raises {described(error)}")
+
+
+def check(question: str, usually: str, follows: tuple[str, ...] = ()) -> Callable[[Callable[[Case], Outcome]], Rule]:
+    """Make a function a check with the function's name."""
+    return lambda find: Rule(find.__name__, question, usually, follows, find)

@@ -1,0 +1,213 @@
+"""Checks of what a cache does in other calls than a prompt and single tokens: batches, turns, copies, another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.audit.case import Case, Outcome, check, failed, passed, refusable, skipped
+from kvbench.harness.audit.subject import Reader
+from kvbench.harness.audit.trace import new_faults
+
+_BLOCK, _CHUNK, _TURN, _LATER = 8, 24, 9, 12  # tokens
+_PADDING = 5  # tokens
+_OF_RUNS = ("determinism",)  # a failure may follow from these checks
+_OF_PLACES = (*_OF_RUNS, "rows", "order", "length", "positions")
+_OF_BLOCKS = (*_OF_PLACES, "mask")
+_NO_PROMPT = "a press cuts what the first forward pass reads"
+
+
+@check(
+    "Before anything is evicted, logits are those of full attention.",
+    "keys, values or positions are changed although all tokens fit",
+    _OF_PLACES,
+)
+def dense(case: Case) -> Outcome:
+    """Compare logits with a forward pass without a cache, up to the first eviction."""
+    if not case.is_exact:
+        return skipped("values are stored rounded")
+    count = case.decode.first_eviction or len(case.decode.logits)
+    expected = case.hf(input_ids=case.text()[:, :count], use_cache=False).logits[0].float()
+    difference = case.difference(case.decode.logits[:count], expected)
+    return failed(f"logits differ by {difference:.2g} of the largest") if difference else passed(f"equal for {count} tokens")
+
+
+@check(
+    "Blocks give the same logits as single tokens until a token is evicted.",
+    "a block is cut before its tokens are attended to",
+    _OF_BLOCKS,
+)
+def blocks(case: Case) -> Outcome:
+    """Read in blocks of 8."""
+    if case.subject.press is not None:
+        return skipped(_NO_PROMPT)
+    return _judged(case.fault_of([_BLOCK] * (case.length // _BLOCK)), f"{case.length // _BLOCK} blocks of {_BLOCK}")
+
+
+@check("A prompt may come in chunks.", "the cache takes every block of several tokens for a whole prompt", _OF_BLOCKS)
+def chunked_prefill(case: Case) -> Outcome:
+    """Read a prompt in chunks, past the budget, then single tokens."""
+    if case.subject.press is not None:
+        return skipped(_NO_PROMPT)
+    size = min(_CHUNK, max(1, (case.subject.budget or case.length) // 2))
+    chunks = [size] * (case.past_full // size + 1)
+    return _judged(case.fault_of(case.steps(*chunks, then=_LATER)), f"{len(chunks)} chunks of {size}, {_LATER} tokens")
+
+
+@check("Prompts of any length can be read.", "an index that assumes a prompt longer than the window", _OF_BLOCKS)
+def short_prompts(case: Case) -> Outcome:
+    """Read prompts of one token, of the budget, and of one token more."""
+    size = case.subject.budget or _CHUNK
+    lengths = sorted({1, 2, size, size + 1} if case.subject.press is None else {case.prompt - 1, case.prompt})
+    for count in lengths:
+        if fault := case.fault_of(case.steps(count, then=_LATER)):
+            return failed(f"prompt of {count}: {fault}")
+    return passed(f"prompts of {', '.join(map(str, lengths))} tokens")
+
+
+@check("A second turn goes on with the same cache.", "a second block of several tokens is taken for a new prompt", _OF_BLOCKS)
+def second_turn(case: Case) -> Outcome:
+    """Read single tokens past the budget, then a block of several tokens, then single tokens."""
+    first = case.steps(case.prompt, then=max(1, case.past_full - case.prompt))
+    return _judged(case.fault_of(case.steps(*first, _TURN, then=_LATER)), f"{_TURN} tokens after {sum(first)}")
+
+
+@check(
+    "A left-padded text gives the logits of the text alone.",
+    "padding takes part in eviction, or the mask is shifted: read texts one by one",
+    _OF_PLACES,
+)
+def padding(case: Case) -> Outcome:
+    """Read two prompts side by side, the second left-padded, and compare each with the prompt alone."""
+    if not case.is_exact:
+        return skipped("values are stored rounded")
+    count = (
+        case.prompt if case.subject.press is not None else min(_CHUNK, max(_PADDING + 1, (case.subject.budget or _CHUNK) // 2))
+    )
+    steps = case.steps(count, then=max(_LATER, case.past_full - count))
+    texts = case.text(2)[:, : sum(steps)]
+    valid = torch.ones_like(texts)
+    valid[1, :_PADDING] = 0
+    both = Reader(case.subject, case.hf, explicit=True)
+    alone = [Reader(case.subject, case.hf, explicit=True) for _ in texts]
+    for size in steps:
+        first = both.tokens
+        logits = both(texts[:, first : first + size], valid[:, : first + size])
+        for row, reader in enumerate(alone):
+            start = max(first, _PADDING if row else 0)
+            difference = case.difference(logits[row, -1], reader(texts[row : row + 1, start : first + size])[0, -1])
+            if difference:
+                kind = f"left-padded by {_PADDING}" if row else "not padded"
+                return failed(f"at step {first + size - 1} the text {kind} differs from the text alone by {difference:.2g}")
+    return passed(f"equal at all {len(steps)} steps, padded by {_PADDING}")
+
+
+@check("Beams can be reordered.", "a tensor of the cache is not reordered with the others", _OF_RUNS)
+def beams(case: Case) -> Outcome:
+    """Swap two texts by `reorder_cache`, as beam search does."""
+    index: Any = torch.tensor([1, 0])
+    return _rearranged(case, "reorder_cache([1, 0])", lambda reader: reader.cache.reorder_cache(index), [0, 1], [1, 0])
+
+
+@check("A text can be repeated.", "a tensor of the cache is not repeated with the others", _OF_RUNS)
+def repeat(case: Case) -> Outcome:
+    """Repeat a text by `batch_repeat_interleave`, to go on in several ways."""
+    name = "batch_repeat_interleave(2)"
+    return _rearranged(case, name, lambda reader: reader.cache.batch_repeat_interleave(2), [0], [0, 0])
+
+
+@check("A copy is independent.", "the copy shares a tensor, or counts in a variable of the class", _OF_RUNS)
+def deep_copy(case: Case) -> Outcome:
+    """Continue a cache and its copy with different tokens, and compare both with new caches."""
+    texts, readers = case.text(2), [Reader(case.subject, case.hf) for _ in range(3)]
+    for reader in readers:
+        _read(reader, texts[:1, : case.past_full])
+    with refusable("deepcopy"):
+        other = readers[0].fork()
+    later = [texts[row : row + 1, case.past_full : case.past_full + _LATER] for row in (0, 1)]
+    read = [_read(readers[0], later[0]), _read(other, later[1])]
+    expected = [_read(readers[1], later[0]), _read(readers[2], later[1])]
+    for name, a, b in zip(("the cache", "its copy"), read, expected, strict=True):
+        if difference := case.difference(a, b):
+            return failed(f"{name} differs from a new cache by {difference:.2g} of the largest logit, after both went on")
+    return passed(f"a copy after {case.past_full} tokens, and {_LATER} other tokens")
+
+
+@check("`reset` empties the cache.", "a counter, an index or a score survives `reset`", ("determinism", "length"))
+def reset(case: Case) -> Outcome:
+    """Read a text, reset, read another, and compare with a new cache."""
+    texts, reader, expected = case.text(2), Reader(case.subject, case.hf), Reader(case.subject, case.hf)
+    _read(reader, texts[:1, : case.past_full])
+    with refusable("reset"):
+        reader.reset()
+    if count := int(reader.cache.get_seq_length()):
+        return failed(f"get_seq_length says {count} after reset")
+    difference = case.difference(_read(reader, texts[1:, : case.past_full]), _read(expected, texts[1:, : case.past_full]))
+    return _judged(
+        f"logits differ from a new cache by {difference:.2g} of the largest" if difference else "", "equal to a new cache"
+    )
+
+
+@check("`crop` removes the newest tokens.", "a counter, an index or a score is not cropped", _OF_PLACES)
+def crop(case: Case) -> Outcome:
+    """Read tokens within the budget, remove the newest, read others, and compare with a new cache."""
+    if case.subject.press is not None:
+        return skipped(_NO_PROMPT)
+    if not getattr(case.subject.new_cache(case.hf), "is_croppable", True):
+        return skipped("is_croppable is False")
+    texts, count = case.text(2), min(_CHUNK, max(2, (case.subject.budget or _CHUNK) // 2))
+    removed = min(_BLOCK, count // 2)
+    reader, expected = Reader(case.subject, case.hf), Reader(case.subject, case.hf)
+    _read(reader, texts[:1, :count])
+    with refusable(f"crop(-{removed})"):
+        reader.crop(removed)
+    _read(expected, texts[:1, : count - removed])
+    later = texts[1:, :_LATER]
+    difference = case.difference(_read(reader, later), _read(expected, later))
+    return _judged(
+        f"logits differ by {difference:.2g} of the largest" if difference else "", f"crop(-{removed}) after {count} tokens"
+    )
+
+
+@check("A model in bfloat16 can be read.", "a tensor is created in float32, or an index is computed in 16 bits")
+def bfloat16(case: Case) -> Outcome:
+    """Read with a copy of the model in bfloat16."""
+    narrow: Any = deepcopy(case.hf)
+    of = case.trace(case.steps(case.prompt, then=case.past_full), hf=narrow.to(torch.bfloat16))
+    if fault := new_faults(of, case.known):
+        return failed(fault)
+    last, before = of.passes[-1], case.decode.passes[len(of.passes) - 1]
+    text = (
+        f"{last.allocated:,} bytes after {last.end} tokens, {before.allocated:,} in {str(case.hf.dtype).removeprefix('torch.')}"
+    )
+    wider = case.is_exact and case.hf.dtype == torch.float32 and last.allocated > 0.75 * before.allocated
+    return failed(text) if wider else passed(text)
+
+
+def _read(reader: Reader, ids: Tensor) -> Tensor:
+    """Read a text as one block and single tokens. [B, N] int64 -> logits of the last tokens, [B, K, V]."""
+    first = 0 if reader.tokens else max(1, ids.shape[1] - 4)
+    logits = [reader(ids[:, :first])[:, -1:]] if first else []
+    return torch.cat([*logits, *(reader(ids[:, t : t + 1]) for t in range(first, ids.shape[1]))], 1)
+
+
+def _rearranged(case: Case, name: str, act: Callable[[Reader], None], before: list[int], after: list[int]) -> Outcome:
+    """Rearrange texts in the cache, and compare with a cache that read the texts in this order."""
+    texts = case.text(2)
+    reader, expected = Reader(case.subject, case.hf), Reader(case.subject, case.hf)
+    _read(reader, texts[before, : case.past_full])
+    _read(expected, texts[after, : case.past_full])
+    with refusable(name):
+        act(reader)
+    later = texts[after, case.past_full : case.past_full + _LATER]
+    difference = case.difference(_read(reader, later), _read(expected, later))
+    fault = f"after {name}, logits differ from texts read in this order by {difference:.2g} of the largest"
+    return _judged(fault if difference else "", f"{name} after {case.past_full} tokens, then {_LATER} tokens")
+
+
+def _judged(fault: str, evidence: str) -> Outcome:
+    return failed(fault) if fault else passed(evidence)

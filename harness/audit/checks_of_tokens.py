@@ -1,0 +1,218 @@
+"""Checks of what a cache holds while it reads one text token by token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from kvbench.harness.audit.attended import UNKNOWN
+from kvbench.harness.audit.case import Case, Outcome, check, failed, passed, skipped
+from kvbench.harness.audit.trace import Pass, Trace, mask_fault, order_fault, placement, rows_fault, trace
+
+_MOST_ALLOCATED = 1.5  # bytes allocated, relative to those of the tokens held
+
+
+@check("A prompt and single tokens are read without an exception.", "the cache does not implement the interface of `Cache`")
+def reads(case: Case) -> Outcome:
+    """Read a prompt and single tokens."""
+    decode = case.decode
+    return failed(decode.error) if decode.error else passed(f"{len(decode.logits)} tokens, {len(decode.passes)} forward passes")
+
+
+@check("Tokens are evicted once there are more than the budget.", "eviction is never called, or its result is not stored")
+def eviction(case: Case) -> Outcome:
+    """Check that something is evicted."""
+    first, size, last = case.decode.first_eviction, case.subject.budget, case.decode.passes[-1]
+    if first is not None:
+        return passed(f"the first token is evicted at step {first}; at step {last.first} {last.mean_held:g} are held")
+    if size is None and case.subject.press is None:
+        return skipped(f"all {last.first} tokens are held, and no budget is given")
+    return failed(f"all {last.first} tokens are held at step {last.first}" + ("" if size is None else f", budget {size}"))
+
+
+@check(
+    "At most, and once full exactly, the budget is held between steps.",
+    "an off-by-one, or eviction before the new token",
+    ("eviction",),
+)
+def budget(case: Case) -> Outcome:
+    """Compare the tokens held before every step with the budget."""
+    size = case.subject.budget
+    if size is None:
+        return skipped("no budget is given")
+    passes = _after_prompt(case)
+    over = next((p for p in passes if p.mean_held > size), None)
+    if over is not None:
+        return failed(f"at step {over.first} it holds {over.mean_held:g} tokens, budget {size}")
+    full = [p for p in passes if p.first > size]
+    most = max((p.most_held for p in full), default=size)
+    if most < size:
+        return failed(f"from step {full[0].first} on it holds at most {most} tokens, budget {size}")
+    least = min((p.mean_held for p in full), default=size)
+    return passed(
+        f"{least:g} to {size} tokens are held after step {size}" if least < size else f"{size} tokens from step {size} on"
+    )
+
+
+@check(
+    "Allocated bytes are those of the tokens held.", "K and V are views, so that the storage of evicted tokens stays allocated"
+)
+def memory(case: Case) -> Outcome:
+    """Compare the storage of the cache's tensors with the tokens held, after many single tokens."""
+    last = case.decode.passes[-1]
+    expected = case.decode.token_bytes * (last.mean_held + last.count)
+    text = f"{last.allocated:,} bytes are allocated after {last.end} tokens, {expected:,.0f} for the {last.mean_held + 1:g} held"
+    if case.decode.first_eviction is None:
+        return skipped(f"nothing is evicted: {text}")
+    return failed(text) if last.allocated > _MOST_ALLOCATED * expected else passed(text)
+
+
+@check(
+    "Every row is a token that was read, once, with its own key and value.", "stale slots, or K and V gathered by other indices"
+)
+def rows(case: Case) -> Outcome:
+    """Identify the rows that `update` returns with the keys and values that were given."""
+    if case.is_ours:
+        return skipped("the decoder of a policy answers the model's calls")
+    found = rows_fault(case.decode)
+    rounding = "" if case.is_exact else f", rounded by up to {case.decode.rounding:.0%}"
+    return failed(found) if found else passed(f"all rows of {len(case.decode.passes)} passes are tokens read{rounding}")
+
+
+@check(
+    "The first tokens stay, if they are sinks.",
+    "kept indices refer to the text at the first eviction and to the cache at the next",
+)
+def sinks(case: Case) -> Outcome:
+    """Check that first tokens which survive the first eviction by position survive the later ones."""
+    evicted, wanted = case.decode.first_eviction, case.subject.sinks
+    if evicted is None:
+        return skipped("nothing is evicted")
+    count = wanted or _sinks_kept(case.decode)
+    for p in case.decode.passes if count else ():
+        for layer, heads in enumerate(p.held):
+            missing = {*range(min(count, p.first))} - {*heads[0]} if heads and not _has_window(p, layer) else ()
+            if missing:
+                return failed(f"at step {p.first}, layer {layer}: token {min(missing)} of the first {count} is no longer held")
+    if count:
+        return passed(f"the first {count} tokens are held at every step")
+    ends = [0 in head for layer in case.decode.passes[-1].held for head in layer]
+    return passed(f"none expected; token 0 is held at the end by {sum(ends)} of {len(ends)} KV heads")
+
+
+@check(
+    "The newest rows are the block's own tokens, in order.",
+    "new rows are written into slots of evicted ones; a causal mask is wrong then",
+)
+def order(case: Case) -> Outcome:
+    """Check that a block's own tokens are the last rows."""
+    if case.is_ours:
+        return skipped("the decoder of a policy answers the model's calls")
+    found = order_fault(case.decode)
+    if found:
+        return failed(found)
+    known = [[t for t in row if t != UNKNOWN] for p in case.decode.passes for read in p.reads for row in read.tokens.tolist()]
+    is_sorted = all(a < b for row in known for a, b in pairwise(row))
+    return passed("rows are in order of time" if is_sorted else "own tokens last; older rows are not in order of time")
+
+
+@check("A query sees all rows held and no later token.", "`get_mask_sizes` does not fit the rows that `update` returns")
+def mask(case: Case) -> Outcome:
+    """Check the attention mask that transformers makes from the cache's sizes."""
+    if case.is_ours:
+        return skipped("the decoder of a policy answers the model's calls")
+    found = mask_fault(case.decode)
+    return failed(found) if found else passed("every query sees all earlier rows")
+
+
+@check(
+    "`get_seq_length` is the number of tokens read.",
+    "the rows held are counted: RoPE then repeats positions, and a second turn of `generate` passes tokens again",
+)
+def length(case: Case) -> Outcome:
+    """Compare `get_seq_length` with the tokens read; with keys placed by rank, the tokens held count, too."""
+    wrong = next((p for p in case.decode.passes if p.length != p.end), None)
+    if wrong is None:
+        return passed(f"{case.decode.passes[-1].length} after {case.decode.passes[-1].end} tokens")
+    text = f"get_seq_length says {wrong.length} after {wrong.end} tokens"
+    if not case.is_ours and placement(case.decode) == ("rank", "") and case.decode.first_eviction is not None:
+        return passed(f"{text}: keys are placed by rank, among the rows held")
+    return failed(text)
+
+
+@check(
+    "RoPE puts every key at its position in the stream, or at its rank.",
+    "keys are not moved after an eviction, or twice; or positions come from a wrong length",
+    ("rows",),
+)
+def positions(case: Case) -> Outcome:
+    """Measure the distance of queries and keys, if the model asks the cache for its length and if positions are passed."""
+    if case.is_ours:
+        return skipped("the decoder of a policy places keys: positions 'stream'")
+    if not case.rotations:
+        return skipped("RoPE of this model can't be measured")
+    drivers = [("with positions of `generate`", case.trace(case.steps(case.prompt), explicit=True))]
+    if case.subject.press is None:  # kvpress' pipeline passes positions
+        drivers.insert(0, ("called directly", case.decode))
+    modes = []
+    for driver, of in drivers:
+        mode, fault = placement(of)
+        if fault or of.error:
+            return failed(f"{driver}, {of.error or fault}")
+        modes.append("at their positions in the stream" if mode == "stream" else "at their ranks")
+    return passed(f"keys are {modes[0]}")
+
+
+@check("Two runs with one seed are equal.", "randomness that `torch.manual_seed` does not control, such as a seed from the clock")
+def determinism(case: Case) -> Outcome:
+    """Read the text again after seeding PyTorch's generator alike."""
+    again = case.trace(case.steps(case.prompt))
+    for a, b in zip(case.decode.passes, again.passes, strict=False):
+        if a.held != b.held:
+            return failed(f"two runs after torch.manual_seed(0) hold other tokens at step {a.first}")
+    difference = case.difference(again.logits, case.decode.logits)
+    return failed(f"logits of two runs differ by {difference:.2g} of the largest") if difference else passed("two runs are equal")
+
+
+@check(
+    "The tokens held are those of our policy of this name.",
+    "another variant of the method: the first step that differs shows which tokens",
+)
+def like(case: Case) -> Outcome:
+    """Compare the tokens held before every step with those of a policy of ours."""
+    if case.like is None:
+        return skipped("no policy is named (--like)")
+    ours = trace(case.like, case.hf, case.text(), case.steps(case.prompt), case.rotations)
+    if ours.error:
+        return skipped(f"{case.like.name}: {ours.error}")
+    for a, b in zip(case.decode.passes, ours.passes, strict=False):
+        for layer, heads in enumerate(zip(a.held, b.held, strict=True)):
+            for head, (mine, theirs) in enumerate(zip(*heads, strict=True)):
+                if mine != theirs:
+                    more, less = sorted({*mine} - {*theirs})[:5], sorted({*theirs} - {*mine})[:5]
+                    return failed(
+                        f"at step {a.first}, layer {layer}, KV head {head}: {more} are held, by {case.like.name} {less}"
+                    )
+    return passed(f"equal to {case.like.name} at all {len(ours.passes)} steps")
+
+
+def _after_prompt(case: Case) -> list[Pass]:
+    """Return the passes in which the budget counts: for a press that cuts prompts, the first after the prompt."""
+    press = case.subject.press
+    return case.decode.passes[1:2] if press is not None and press.cuts_prompts else case.decode.passes
+
+
+def _has_window(p: Pass, layer: int) -> bool:
+    return bool(p.reads) and p.reads[layer].window is not None
+
+
+def _sinks_kept(of: Trace) -> int:
+    """Return how many first tokens survive the first eviction, if all heads of layers without a window hold equal tokens."""
+    counts = []
+    for p in of.passes:
+        heads = [head for layer, heads in enumerate(p.held) for head in heads if not _has_window(p, layer)]
+        if not heads or any(head != heads[0] for head in heads):
+            return 0
+        gap = next((t for t, held in enumerate(heads[0]) if t != held), None)
+        if len(heads[0]) < p.first and gap is not None:
+            counts.append(gap)
+    return counts[0] if counts else 0

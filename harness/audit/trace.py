@@ -1,0 +1,234 @@
+"""Traces of a cache that reads a text in blocks, and the faults that a trace shows.
+
+A fault is one line with the step, the layer and the KV head at which it first occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvbench.harness.audit.attended import UNKNOWN, UNPLACED, Read, Recorder
+from kvbench.harness.audit.subject import Reader, Subject
+from kvbench.harness.core.errors import described
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.stored import storage_bytes, tensors_in
+from kvbench.harness.run.generate import Cache as PolicyCache
+
+Held = list[list[list[int]]]  # tokens held, ascending, by layer and KV head
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a trace.
+
+    Attributes:
+        first: index of the block's first token.
+        count: tokens of the block.
+        held: tokens held before the pass.
+        reads: what every layer attended to; empty for a policy of ours, whose decoder answers the model's calls.
+        length: what `get_seq_length` returns after the pass.
+        allocated: bytes of the storage of the cache's tensors after the pass.
+    """
+
+    first: int
+    count: int
+    held: Held
+    reads: list[Read]
+    length: int
+    allocated: int
+
+    @property
+    def end(self) -> int:
+        """Number of tokens read after the pass."""
+        return self.first + self.count
+
+    @property
+    def mean_held(self) -> float:
+        """Tokens held before the pass, averaged over layers and KV heads."""
+        counts = [len(head) for layer in self.held for head in layer]
+        return sum(counts) / max(1, len(counts))
+
+    @property
+    def most_held(self) -> int:
+        """Tokens held before the pass by the KV head that holds most."""
+        return max((len(head) for layer in self.held for head in layer), default=0)
+
+
+@dataclass
+class Trace:
+    """Trace of a cache that reads one text.
+
+    Attributes:
+        logits: logits of all tokens read. [N, V] float32.
+        token_bytes: bytes of the keys and values of one token, over all layers.
+        dtype: dtype of the keys that the model gave.
+        error: description of the exception that ended the trace; empty if none did.
+    """
+
+    passes: list[Pass] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.zeros(0))
+    token_bytes: float = 0
+    error: str = ""
+
+    @property
+    def first_eviction(self) -> int | None:
+        """Number of tokens read at the first pass before which a token was missing; None if nothing was evicted."""
+        return next((p.first for p in self.passes if any(len(head) < p.first for layer in p.held for head in layer)), None)
+
+    @property
+    def rounding(self) -> float:
+        """Largest relative difference between a stored value and the value that was given."""
+        return max((read.error for p in self.passes for read in p.reads), default=0.0)
+
+
+def trace(
+    subject: Subject,
+    hf: PreTrainedModel,
+    ids: Tensor,
+    blocks: Iterable[int],
+    rotations: list[Rotation | None],
+    explicit: bool = False,
+) -> Trace:
+    """Read a text in blocks with a new cache, and record what every layer attends to. An exception ends the trace.
+
+    Args:
+        ids: distinct tokens, by which rows are told apart. [1, N] int64.
+        rotations: RoPE of every layer; empty if unknown.
+        explicit: pass positions to the model, as `generate` does.
+    """
+    result, recorder, logits = Trace(), Recorder(rotations), []
+    try:
+        reader = Reader(subject, hf, explicit)
+        for block in ids[:, : sum(blocks := list(blocks))].split(blocks, 1):
+            first, cache = reader.tokens, reader.cache
+            if isinstance(cache, PolicyCache):
+                held = cache.kept()
+                logits.append(reader(block)[0])
+                report = cache.report()
+                allocated, reads = report["allocated_bytes"], []
+                result.token_bytes = report["held_bytes"] / max(1, report["kept"])
+            else:
+                with recorder.on(hf, cache):
+                    logits.append(reader(block)[0])
+                reads = [recorder.reads[layer] for layer in sorted(recorder.reads)]
+                held, result.token_bytes = [read.held() for read in reads], recorder.token_bytes
+                allocated = storage_bytes(tensors_in(cache, (nn.Module, type)))
+            length = int(cache.get_seq_length())
+            result.passes.append(Pass(first, block.shape[1], held, reads, length, allocated))
+    except Exception as error:  # a user's cache may raise anything
+        result.error = f"it raises {described(error)} after {reader.tokens if logits else 0} tokens"
+    result.logits = torch.cat(logits) if logits else result.logits
+    return result
+
+
+def _reads(of: Trace) -> Iterator[tuple[Read, str]]:
+    for p in of.passes:
+        for read in p.reads:
+            yield read, f"at step {p.end - 1}, layer {read.layer}"
+
+
+def rows_fault(of: Trace) -> str:
+    """Return the first row that is attended to and is not one token read, or is a second copy of a token."""
+    for read, when in _reads(of):
+        is_seen = read.visible.any(0)
+        unknown = int(((read.tokens == UNKNOWN) & is_seen).sum())
+        if unknown:
+            total = read.tokens.numel()
+            return f"{when}: {unknown} of {total} rows that it attends to hold the value of none of the tokens read"
+        if bool(((read.places == UNPLACED) & (read.tokens != UNKNOWN)).any()):
+            token = int(read.tokens[(read.places == UNPLACED) & (read.tokens != UNKNOWN)][0])
+            return f"{when}: a row has the value of token {token} and a key that is no rotation of this token's key"
+        for head, tokens in enumerate(read.tokens.tolist()):
+            known = sorted(t for t in tokens if t != UNKNOWN)
+            twice = next((a for a, b in pairwise(known) if a == b), None)
+            if twice is not None:
+                return f"{when}: KV head {head} holds token {twice} twice"
+    return ""
+
+
+def order_fault(of: Trace) -> str:
+    """Return the first block whose own tokens are not the last rows, in order of time, as a causal mask expects."""
+    for read, when in _reads(of):
+        end = read.first + len(read.queries)
+        for tokens in read.tokens.tolist():
+            known = [t for t in tokens if t != UNKNOWN]
+            if read.queries.shape[0] and known[-len(read.queries) :] != list(range(read.first, end)):
+                missing = sorted(set(range(read.first, end)) - set(known))
+                if missing:
+                    return f"{when}: token {missing[0]} is not among the rows of its own step"
+                return f"{when}: the newest rows are not the newest tokens in order, but {known[-len(read.queries) :][:8]}"
+    return ""
+
+
+def mask_fault(of: Trace) -> str:
+    """Return the first query that does not see a row that it should, or sees a later token."""
+    for read, when in _reads(of):
+        queries = torch.arange(read.first, read.first + len(read.queries))[:, None]
+        for tokens in read.tokens[:, None]:
+            is_past, known = tokens <= queries, tokens != UNKNOWN
+            in_window = queries - tokens < (read.window or 2**62)
+            hidden = known & is_past & in_window & ~read.visible
+            later = known & ~is_past & read.visible
+            for wrong, verb in ((hidden, "does not see"), (later, "sees the later")):
+                if bool(wrong.any()):
+                    query, row = wrong.nonzero()[0].tolist()
+                    return f"{when}: the query of token {read.first + query} {verb} token {int(tokens[0, row])}, which is held"
+    return ""
+
+
+def placement(of: Trace) -> tuple[str, str]:
+    """Return how the cache places keys, `stream` or `rank`, and the first fault of the placement that holds longest.
+
+    In `stream`, the distance of a query and a key is that of their tokens in the stream; in `rank`, that of their ranks among the
+    rows held.
+    """
+    faults = {mode: _misplaced(of, mode) for mode in ("stream", "rank")}
+    mode = max(faults, key=lambda m: (not faults[m][1], faults[m][0]))
+    return mode, faults[mode][1]
+
+
+def _misplaced(of: Trace, mode: str) -> tuple[int, str]:
+    """Return the step of the first fault, and the fault; the number of tokens and "" if there is none."""
+    for read, when in _reads(of):
+        for head, (tokens, places) in enumerate(zip(read.tokens, read.places, strict=True)):
+            known = (tokens != UNKNOWN) & (places != UNPLACED)
+            tokens, places = tokens[known], places[known]
+            ranks = tokens.argsort().argsort()
+            for index in (0, len(read.queries) - 1):
+                query, place = read.first + index, int(read.queries[index])
+                own = int((tokens <= query).sum()) - 1
+                expected = query - tokens if mode == "stream" else own - ranks
+                wrong = ((place - places) != expected) & (tokens <= query)
+                if bool(wrong.any()):
+                    row = int(wrong.nonzero()[0])
+                    return query, (
+                        f"{when}, KV head {head}: RoPE puts the key of token {int(tokens[row])} at distance "
+                        f"{place - int(places[row])} of its query, expected {_expected(query, own, tokens, ranks, row)}"
+                    )
+    return 2**62, ""
+
+
+def _expected(query: int, own: int, tokens: Tensor, ranks: Tensor, row: int) -> str:
+    stream, rank = query - int(tokens[row]), own - int(ranks[row])
+    return f"{stream}" if stream == rank else f"{stream} (by position in the stream) or {rank} (by rank)"
+
+
+FAULTS: dict[str, Callable[[Trace], str]] = {
+    "rows": rows_fault,
+    "order": order_fault,
+    "mask": mask_fault,
+    "positions": lambda of: placement(of)[1],
+}
+
+
+def new_faults(of: Trace, known: Sequence[str]) -> str:
+    """Return the first fault of a kind that is not among the known kinds; empty if there is none."""
+    if of.error:
+        return of.error
+    return next((fault for kind, find in FAULTS.items() if kind not in known and (fault := find(of))), "")

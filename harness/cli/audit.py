@@ -1,0 +1,73 @@
+"""The command `bench audit`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from kvbench.harness.cli.output import FILLED, print_rows
+from kvbench.harness.core.errors import Exit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@click.command()
+@click.argument("target", type=FILLED)
+@click.option("--model", "models", multiple=True, type=FILLED, help="Model to read with; repeatable. Default: three tiny ones.")
+@click.option("--budget", "--capacity", type=click.IntRange(1), metavar="TOKENS", help="Tokens that a KV head should keep.")
+@click.option("--sinks", type=click.IntRange(0), default=0, metavar="TOKENS", help="First tokens that should always be held.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a parameter of the constructor.")
+@click.option("--like", type=FILLED, metavar="POLICY", help="Policy of KV Bench that should hold the same tokens.")
+@click.option("--skip", multiple=True, type=FILLED, metavar="CHECK", help="Leave a check out; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def audit(
+    target: str,
+    models: tuple[str, ...],
+    budget: int | None,
+    sinks: int,
+    settings: tuple[str, ...],
+    like: str | None,
+    skip: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Check what a KV cache does.
+
+    TARGET is a class of a transformers cache or of one layer's cache in a file, a cache of transformers, a press of kvpress, or a
+    policy. It reads texts token by token, in blocks, in batches and in a second turn. The exit code is 1 if a check fails.
+
+    \b
+    bench audit my_cache.py:MyCache --budget 64
+    bench audit my_cache.py:MyCache --budget 64 --set window=60 --like sink_window --model smollm2
+    bench audit kvpress:SnapKVPress --set compression_ratio=0.5
+    bench audit DynamicCache
+    bench audit h2o --capacity 64 --json
+    """
+    import torch
+
+    from kvbench.harness.audit.audit import audited, models_of
+    from kvbench.harness.audit.subject import subject_of
+
+    torch.set_num_threads(1)  # faster for tiny models
+    subject = subject_of(target, settings, budget, sinks)
+    named = [pair for name in models for pair in models_of(name)] or models_of(None)
+    result = audited(subject, _announced(named), like, skip)
+    if as_json:
+        click.echo(result.to_json())
+    else:
+        print_rows(result.rows(), as_json=False)
+        count = len({check.name for check in result.failed})
+        click.echo(f"bench: {count} of {len(result.rows())} checks failed, in {result.seconds:.0f} s", err=True)
+    if not result.ok:
+        sys.exit(Exit.NO)
+
+
+def _announced(models: Iterable[tuple[str, PreTrainedModel]]) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Name every model on a terminal before it is used."""
+    for name, hf in models:
+        if sys.stderr.isatty():
+            click.echo(f"bench: model {name}", err=True)
+        yield name, hf

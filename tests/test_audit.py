@@ -1,0 +1,170 @@
+"""`bench audit` finds what is wrong with a cache, and nothing in caches that are right."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import wrong_caches
+from conftest import bench
+from test_foreign import skip_without_fp8
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache, StaticCache
+from wrong_caches import BUDGET
+
+import kvbench
+from kvbench.harness.audit import audit
+from kvbench.harness.audit.audit import RULES
+from kvbench.harness.models.families import tiny_model
+
+FAULTS = {  # a cache, and the checks that fail
+    "Window": set(),
+    "Ranked": {"padding"},  # as every cache with sinks: the padding becomes the sinks
+    "NotRenumbered": {"positions", "length"},
+    "RenumberedTwice": {"positions"},
+    "SinksLostLater": {"sinks", "padding"},
+    "EvictsOneTooMany": {"budget"},
+    "WrongLength": {"length", "positions"},  # of which the model makes positions
+    "KeepsViews": {"memory"},
+    "ReordersKeysOnly": {"beams"},
+    "IgnoresPadding": {"padding"},
+    "EvictsNothing": {"eviction"},
+    "SeedFromClock": {"determinism"},
+    "ValuesOfOtherTokens": {"rows"},
+    "Ring": {"order"},
+    "ShiftedMask": {"blocks", "chunked_prefill", "second_turn", "padding"},
+    "CropsNoLength": {"crop"},
+    "ResetsNoLength": {"reset"},
+    "Float32": {"bfloat16"},
+    "SharedWithItsCopy": {"deep_copy"},
+    "SecondBlockIsAPrompt": {"blocks", "chunked_prefill", "second_turn"},
+    "PromptLongerThanBudget": {"short_prompts"},
+}
+
+
+@cache
+def model(family: str = "llama") -> PreTrainedModel:
+    return tiny_model(family, vocab_size=512)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_by_its_check_and_by_no_other(name):
+    result = kvbench.audit(getattr(wrong_caches, name), model(), budget=BUDGET)
+    assert {check.name for check in result.failed} == FAULTS[name], f"{result}"
+
+
+def static(config: PreTrainedConfig) -> StaticCache:
+    return StaticCache(config, max_cache_len=96)
+
+
+@pytest.mark.slow("about 20 runs of a model")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("cache", [DynamicCache, static])
+def test_transformers_caches_pass(cache, family):
+    """Gemma 3 has sliding-window layers, whose caches evict."""
+    result = kvbench.audit(cache, model(family))
+    assert result.ok, f"{result}"
+    verdicts = {check.name: check.verdict for check in result.checks}
+    assert {verdicts[name] for name in ("reads", "rows", "mask", "positions", "length", "padding", "second_turn")} == {"pass"}
+    assert (verdicts["eviction"] == "pass") == (family != "llama")
+
+
+@pytest.mark.slow("about 20 runs of a model")
+def test_a_quantized_cache_passes_what_applies():
+    """But for what transformers 5.23 does with its codes: `crop` and `batch_repeat_interleave` change uncoded tokens only."""
+    skip_without_fp8()
+    result = kvbench.audit(lambda config: QuantizedCache("fp8", config), model())
+    assert {check.name for check in result.failed} <= {"crop", "repeat"}, f"{result}"
+    assert "rounded by up to" in next(check.evidence for check in result.checks if check.name == "rows")
+
+
+@pytest.mark.slow("about 20 runs of a model")
+@pytest.mark.parametrize("policy", ["h2o", "sink_window", "dense"])
+def test_policies_pass(policy):
+    result = kvbench.audit(policy, model(), budget=None if policy == "dense" else BUDGET)
+    assert result.ok, f"{result}"
+    assert {check.name for check in result.checks if check.verdict == "pass"} >= {
+        "blocks",
+        "padding",
+        "beams",
+        "repeat",
+        "deep_copy",
+    }
+
+
+def test_the_first_step_that_differs_from_a_policy():
+    """Only what is compared: other checks are left out."""
+    only = [rule.name for rule in RULES if rule.name not in ("reads", "like")]
+    window, sinks = wrong_caches.Window, wrong_caches.SinksLostLater
+    assert kvbench.audit(window, model(), budget=BUDGET, like="window", skip=only).ok
+    result = kvbench.audit(sinks, model(), budget=BUDGET, like="sink_window", skip=only)
+    (check,) = result.failed
+    assert check.evidence == "at step 18, layer 0, KV head 0: [5] are held, by sink_window [0]"
+
+
+def test_a_declared_sink_is_missed():
+    only = [rule.name for rule in RULES if rule.name not in ("reads", "sinks")]
+    (check,) = kvbench.audit(wrong_caches.Window, model(), budget=BUDGET, sinks=2, skip=only).failed
+    assert check.evidence == "at step 17, layer 0: token 0 of the first 2 is no longer held"
+
+
+def test_an_exception_is_a_fault_and_other_checks_do_not_apply():
+    class Raises(wrong_caches.Window):
+        def update(self, keys, values, *args, **kwargs):
+            if self.read > 20:
+                raise IndexError("twenty")
+            return super().update(keys, values)
+
+    (check,) = kvbench.audit(Raises, model(), budget=BUDGET).failed
+    assert (check.name, check.evidence[:30]) == ("reads", "it raises IndexError: twenty (")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command reads with one model instead of three."""
+    monkeypatch.setattr(audit, "_TINY", {"gqa": "llama"})
+    monkeypatch.setattr(audit, "_BUILTIN", {})
+
+
+@pytest.mark.slow("about 20 runs of a model")
+def test_the_command_exits_with_1_if_a_check_fails(tiny, capsys):
+    file = wrong_caches.__file__
+    code, out, err = bench(capsys, "audit", f"{file}:EvictsOneTooMany", "--budget", BUDGET)
+    assert code == 1
+    assert "budget\tfail\tfrom step 17 on it holds at most 15 tokens, budget 16. Usually: " in out
+    assert err.startswith("bench: 1 of ")
+    code, out, _ = bench(capsys, "audit", f"{file}:Window", "--budget", BUDGET, "--json")
+    result = json.loads(out)
+    assert (code, result["ok"], result["target"]) == (0, True, f"{file}:Window")
+    assert {check["name"] for check in result["checks"]} == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["h3o"], "unknown policy 'h3o', did you mean"),
+        (["DynamicCache", "--skip", "mask_"], "--skip mask_: no such check, did you mean 'mask'?"),
+        (["DynamicCache", "--set", "size=3"], "size"),
+        (["h2o", "--capacity", "4000"], "budget 4000: the audit reads 8033 distinct tokens, and the model has 4096"),
+        (["dense", "--budget", "16"], "dense never evicts: leave out --budget"),
+        (["recompute_window", "--budget", "16"], "recompute_window keeps no cache"),
+        (["DynamicCache", "--like", "h3o"], "unknown policy 'h3o'"),
+        (["DynamicCache", "--model", "nowhere/at-all.gguf"], "nowhere/at-all.gguf"),
+    ],
+)
+def test_a_mistake_is_one_line(command, message, tiny, capsys):
+    code, _, err = bench(capsys, "audit", *command)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert message in err
+
+
+def test_a_press_without_kvpress_says_how_to_install_it(capsys):
+    if find_spec("kvpress") is not None:
+        pytest.skip("kvpress is installed")
+    code, _, err = bench(capsys, "audit", "kvpress:SnapKVPress")
+    assert (code, err) == (
+        2,
+        "bench: kvpress:SnapKVPress: kvpress is not installed here: `make peers` makes an environment with it\n",
+    )
