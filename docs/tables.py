@@ -18,6 +18,7 @@ from kvbench.harness.report.ranks import holm
 RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
 _H2O_BUDGETS = (128, 256, 512)  # tokens
 FACTS_BUDGET = 160  # tokens per KV head in the README's questions
+_FACTS_BUDGETS = (FACTS_BUDGET, 96)
 BUDGET = 256  # tokens per KV head in the tables of SmolLM2
 _CONTROL = "random, with sinks and recent tokens"
 _IN_README = {"dense", "sink_window", "random", "h2o", "snapkv", "tova", "keydiff", "expected_attention"}
@@ -93,7 +94,7 @@ def smollm2() -> str:
         "policy, 256 tokens per head",
         "perplexity lost, %",
         f"facts recalled at {FACTS_BUDGET} tokens, %, seen/unseen",
-        "MB of K and V",
+        "MB of K/V, one stream",
         "ms per token",
     ]
     rows = [
@@ -178,14 +179,15 @@ def _against_control(column: dict[str, Record]) -> dict[str, tuple[Interval, flo
 
 def formats() -> str:
     """Return perplexity lost to dense by formats of K and V, and by policies at the same capacity."""
-    rows = {f"dense as {r.cell.stored}": r for r in measured("smollm2-prompt") if r.cell.policy == "dense" and r.cell.stored}
+    rows = {f"all, {r.cell.stored}": r for r in measured("smollm2-prompt") if r.cell.policy == "dense" and r.cell.stored}
     for capacity in (_AS_INT4, BUDGET):
         column = perplexities("smollm2-prompt", "prompt", capacity, "stream")
-        rows |= {f"{policy} of {capacity} tokens": r for policy, r in column.items() if policy in _BESIDE_FORMATS}
+        rows |= {f"{capacity}, {policy}": r for policy, r in column.items() if policy in _BESIDE_FORMATS}
     dense = column["dense"]
     order = sorted(rows, key=lambda row: loss(rows[row], dense).mean)
-    lines = [[row, percent(loss(rows[row], dense)), _held(rows[row], dense)] for row in order]
-    return _markdown(["kept", "perplexity lost to dense", "bytes of K and V, of dense's"], lines, "lrr")
+    figures = {row: (percent(loss(rows[row], dense)), _held(rows[row], dense)) for row in order}
+    lines = [[row, *(figure.replace(" %", "") for figure in figures[row])] for row in order]
+    return _markdown(["tokens kept, format or policy", "perplexity lost, %", "bytes of K and V, % of dense's"], lines, "lrr")
 
 
 def _held(record: Record, dense: Record) -> str:
@@ -231,21 +233,23 @@ def long_stream() -> str:
 
 
 _FACTS = {
-    "popular": "repeated (`popular`)",
-    "needle": "told once (`needle`)",
-    "distracted": "told once beside a repeated one (`distracted`)",
+    "popular": "repeated",
+    "needle": "once",
+    "distracted": "beside",
 }
 
 
-def facts(capacity: int = FACTS_BUDGET) -> str:
-    """Return the percentage of right answers of SmolLM2 to each kind of fact, the question seen and unseen at the cut."""
-    answers: dict[str, dict[str, dict[str, str]]] = {}
-    for record, metrics in _asked(capacity):
-        kind = str(record.cell.options["tasks"]).removeprefix("kvbench_facts_")
-        of_policy = answers.setdefault(record.cell.policy, {})
-        of_policy.setdefault(kind, {"seen": "–", "unseen": "–"})[_question(record)] = _share([metrics])
-    rows = [[name(policy), *(" / ".join(of.get(kind, {}).values()) for kind in _FACTS)] for policy, of in answers.items()]
-    return _markdown([f"right answers, %, {capacity} tokens: seen / unseen", *_FACTS.values()], rows, "lrrr")
+def facts() -> str:
+    """Return the percentage of right answers of SmolLM2 to each kind of fact, the question seen/unseen, at two budgets."""
+    answers: dict[str, dict[tuple[str, int], dict[str, str]]] = {}
+    for capacity in _FACTS_BUDGETS:
+        for record, metrics in _asked(capacity):
+            kind = str(record.cell.options["tasks"]).removeprefix("kvbench_facts_")
+            of_policy = answers.setdefault(record.cell.policy, {})
+            of_policy.setdefault((kind, capacity), {"seen": "–", "unseen": "–"})[_question(record)] = _share([metrics])
+    columns = {(kind, capacity): f"{title}, {capacity}" for kind, title in _FACTS.items() for capacity in _FACTS_BUDGETS}
+    rows = [[name(policy), *("/".join(of.get(column, {}).values()) for column in columns)] for policy, of in answers.items()]
+    return _markdown(["seen/unseen, %", *columns.values()], rows, "l" + "r" * len(columns))
 
 
 def formats_on_books() -> str:
