@@ -113,6 +113,14 @@ def _field(name: str, field: Any) -> str:
     return f"- `{name}`{default}" + (f": {about}" if about else "")
 
 
+def checks() -> str:
+    """Return a table of the checks of `bench audit`."""
+    from kvbench.harness.audit.audit import RULES
+
+    rows = [f"| `{rule.name}` | {rule.question} | {rule.usually} |" for rule in RULES]
+    return "\n".join(["| check | passes if | a failure usually means |", "|---|---|---|", *rows])
+
+
 def policies() -> str:
     """Return a section for each policy: what it keeps, its parameters, and its source, which links to the code."""
     return "\n".join(_policy(name, kind) for name, kind in plugins.working_policies().items())

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "lm_eval": "core data engine models policies rules suite",
     "tasks": "core data engine lm_eval models policies records report",
     "run": "core data engine kvbench models policies records report rules suite tasks",
-    "audit": "core engine models policies run",
+    "audit": "core data engine models policies report run",
     "cli": "audit core data engine kvbench lm_eval models policies records report run suite",
 }
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import wrong_caches
 from conftest import bench
 from test_foreign import skip_without_fp8
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache, StaticCache
+from watched import eager_weights
 from wrong_caches import BUDGET
 
 import kvbench
@@ -108,6 +111,45 @@ def test_a_declared_sink_is_missed():
     only = [rule.name for rule in RULES if rule.name not in ("reads", "sinks")]
     (check,) = kvbench.audit(wrong_caches.Window, model(), budget=BUDGET, sinks=2, skip=only).failed
     assert check.evidence == "at step 17, layer 0: token 0 of the first 2 is no longer held"
+
+
+def test_the_mass_lost_is_that_of_the_tokens_not_held():
+    """Full attention gives the tokens outside of a window this weight."""
+    only = [rule.name for rule in RULES if rule.name not in ("reads", "attention_mass")]
+    result = kvbench.audit(wrong_caches.Window, model(), budget=BUDGET, skip=only)
+    (check,) = [check for check in result.checks if check.name == "attention_mass"]
+    tokens = 2 * BUDGET + 33
+    ids = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :tokens]
+    age = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    weights = torch.stack(eager_weights(model(), ids))[:, 0]  # [layers, query heads, tokens, tokens]
+    lost = weights.masked_fill(age <= BUDGET, 0).sum(-1)[..., BUDGET + 1 :].mean()
+    assert check.evidence.startswith(f"{lost:.1%} is lost after step 17, most in layer ")
+
+
+def test_perplexity_is_that_of_full_attention_until_a_token_is_evicted(tmp_path):
+    only = [rule.name for rule in RULES if rule.name not in ("reads", "perplexity")]
+    result = kvbench.audit(wrong_caches.Window, "builtin:sink_1", skip=only)  # evicts after 16 of 96 tokens
+    full, stream, own = map(float, re.findall(r"\d+\.\d+", result.checks[-1].evidence))
+    assert stream == own > full
+    result = kvbench.audit(wrong_caches.NotRenumbered, "builtin:sink_1", skip=only)
+    full, stream, own = map(float, re.findall(r"\d+\.\d+", result.checks[-1].evidence))
+    assert own > stream > full
+    assert result.checks[-1].verdict == "fail"
+    full, stream, own = re.findall(r"\d+\.\d+", kvbench.audit(DynamicCache, "builtin:sink_1", skip=only).checks[-1].evidence)
+    assert full == stream == own
+
+
+def test_a_page_needs_no_other_file_and_shows_every_check():
+    result = kvbench.audit(wrong_caches.EvictsOneTooMany, model(), budget=BUDGET, skip=["padding"])
+    page = result.to_html()
+    assert "1 of" in page
+    assert all(f">{rule.name}</td>" in page for rule in RULES if rule.name != "padding")
+    assert "from step 17 on it holds at most 15 tokens, budget 16. Usually" in page
+    assert page.count("<svg") == 1
+    assert not re.findall(r'(?:src|href)="|@import|url\((?!#)', page)
+    kept = result.kept["llama"]
+    last = kept.step == kept.step.max()
+    assert sorted(kept.position[last & (kept.layer == 1) & (kept.head == 0)]) == list(range(49, 64))
 
 
 def test_an_exception_is_a_fault_and_other_checks_do_not_apply():

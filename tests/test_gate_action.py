@@ -14,6 +14,7 @@ ACTION = ROOT / ".github" / "actions" / "gate" / "action.yml"
 STEPS = {step["name"]: step for step in yaml.safe_load(ACTION.read_text())["runs"]["steps"] if "run" in step}
 BENCH = """#!/bin/sh
 echo "$@" >> "$CALLS"
+case $1 in audit) echo "audited $2"; exit "$(case $2 in wrong*) echo 1 ;; none*) echo 2 ;; *) echo 0 ;; esac)" ;; esac
 case $1 in check) exit $CHECK ;; compare) echo "a table"; exit $COMPARE ;; esac
 """
 
@@ -66,3 +67,12 @@ def test_another_cpu_is_a_warning(partial, expected, tmp_path, capfd):
 def test_a_local_model_is_passed_on(tmp_path):
     _, calls = run("Check", tmp_path, BENCH, BASELINE="b", MODEL="my models/m", CHECK="0", COMPARE="0")
     assert calls[0] == f"check --baseline b --model my models/m --keep {tmp_path}/records"
+
+
+@pytest.mark.parametrize(("second", "expected"), [("right.py:Other", 0), ("wrong.py:Cache", 1), ("none.py:Cache", 2)])
+def test_every_cache_is_audited_and_the_exit_code_is_that_of_the_worst(second, expected, tmp_path):
+    code, calls = run("Audit", tmp_path, BENCH, AUDIT=f"right.py:Cache --budget 64\n\n{second}\nh2o --capacity 32\n")
+    assert code == expected
+    assert calls == ["audit right.py:Cache --budget 64", f"audit {second}", "audit h2o --capacity 32"]
+    summary = (tmp_path / "summary").read_text()
+    assert f"bench audit {second}\n\n```\naudited {second}\n```" in summary

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.harness.audit import checks_of_calls, checks_of_tokens
+from kvbench.harness.audit import checks_of_calls, checks_of_quality, checks_of_tokens
 from kvbench.harness.audit.attended import NAMES
 from kvbench.harness.audit.case import Case, Outcome, Rule, Verdict, skipped
+from kvbench.harness.audit.page import html, kept_positions
 from kvbench.harness.audit.subject import Subject, subject_of_factory, subject_of_policy
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
@@ -21,9 +22,12 @@ from kvbench.harness.engine.foreigncheck import agreeing_attention
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load
+from kvbench.harness.report.keep_map import Map
 from kvbench.policies import Policy
 
-RULES = [x for module in (checks_of_tokens, checks_of_calls) for x in vars(module).values() if isinstance(x, Rule)]
+RULES = [
+    x for module in (checks_of_tokens, checks_of_calls, checks_of_quality) for x in vars(module).values() if isinstance(x, Rule)
+]
 _TINY = {"gqa": "llama", "window": "gemma3_text"}  # families of random models
 _BUILTIN = {"sinks": "builtin:sink_1"}
 _VOCABULARY = 4096  # tokens of the tiny models, so that those of a text are distinct
@@ -50,6 +54,20 @@ class Check:
     usually: str
     model: str
 
+    @property
+    def advice(self) -> str:
+        """What usually causes a failure, as the end of the evidence; empty if the check did not fail."""
+        return f". Usually: {self.usually}" if self.verdict == "fail" else ""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model with its name, and its tokenizer unless its weights are random."""
+
+    name: str
+    hf: PreTrainedModel
+    tokenizer: Any = None
+
 
 @dataclass(frozen=True)
 class Audit:
@@ -59,11 +77,13 @@ class Audit:
         target: name of the cache.
         checks: results, by model and in the order of the checks.
         seconds: time that the audit took.
+        kept: positions held after every step, by model.
     """
 
     target: str
     checks: list[Check]
     seconds: float
+    kept: dict[str, Map] = field(default_factory=dict, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -83,8 +103,7 @@ class Audit:
             worst = min(of_check, key=lambda check: ("fail", "pass", "not applicable").index(check.verdict))
             verdicts = {check.model: "-" if check.verdict == "not applicable" else check.verdict for check in of_check}
             place = f"{worst.model}: " if len(models) > 1 and worst.verdict == "fail" else ""
-            usually = f". Usually: {worst.usually}" if worst.verdict == "fail" else ""
-            rows.append({"check": name} | verdicts | {"evidence": f"{place}{worst.evidence}{usually}"})
+            rows.append({"check": name} | verdicts | {"evidence": f"{place}{worst.evidence}{worst.advice}"})
         return rows
 
     def table(self) -> str:
@@ -97,8 +116,15 @@ class Audit:
     __str__ = table
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
-        return json.dumps(asdict(self) | {"ok": self.ok}, indent=1)
+        """Return the results as JSON."""
+        checks = [asdict(check) for check in self.checks]
+        return json.dumps({"target": self.target, "ok": self.ok, "seconds": self.seconds, "checks": checks}, indent=1)
+
+    def to_html(self) -> str:
+        """Return the results as a page, with pictures of the positions held."""
+        return html(self)
+
+    _repr_html_ = to_html  # for notebooks
 
 
 def audit(
@@ -132,34 +158,38 @@ def audit(
     return audited(subject, models_of(model), like, skip)
 
 
-def audited(subject: Subject, models: Iterable[tuple[str, PreTrainedModel]], like: str | None, skip: Sequence[str]) -> Audit:
+def audited(subject: Subject, models: Iterable[Named], like: str | None, skip: Sequence[str]) -> Audit:
     """Return the audit of a subject on models.
 
     Raises:
         UserError: there is no such policy or check.
     """
-    names, started = [rule.name for rule in RULES], perf_counter()
+    names, started, result = [rule.name for rule in RULES], perf_counter(), Audit(subject.name, [], 0)
     for name in skip:
         if name not in names:
             raise UserError(f"--skip {name}: no such check{did_you_mean(name, names)}")
     other = None if like is None else subject_of_policy(like, plugins.policy_class(like)(), subject.budget)
-    checks = [check for name, hf in models for check in _on(subject, name, hf, other, skip)]
-    return Audit(subject.name, checks, perf_counter() - started)
+    for model in models:
+        _extend(result, subject, model, other, skip)
+    return replace(result, seconds=perf_counter() - started)
 
 
 @torch.inference_mode()
-def _on(subject: Subject, name: str, hf: PreTrainedModel, like: Subject | None, skip: Sequence[str]) -> list[Check]:
-    """Run all checks on one model. PyTorch's generator is restored."""
+def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None, skip: Sequence[str]) -> None:
+    """Add the results on one model. PyTorch's generator is restored."""
+    hf = model.hf
     ids = torch.arange(min(_PROBED, hf.config.get_text_config().vocab_size), device=hf.device)[None]
     attention = agreeing_attention(hf, "sdpa" if hf._supports_sdpa else "eager", ids)
-    checks: list[Check] = []
+    failed: list[str] = []
     with attention_by(hf, NAMES[attention]), torch.random.fork_rng():
-        case = Case(subject, hf, like)
+        case = Case(subject, hf, like, model.tokenizer)
         for rule in RULES:
             if rule.name not in skip:
-                outcome = _outcome(rule, case, [check.name for check in checks if check.verdict == "fail"])
-                checks.append(Check(rule.name, rule.question, *outcome, rule.usually, name))
-    return checks
+                outcome = _outcome(rule, case, failed)
+                failed += [rule.name] if outcome.verdict == "fail" else []
+                result.checks.append(Check(rule.name, rule.question, *outcome, rule.usually, model.name))
+        if (kept := kept_positions(case.decode)) is not None:
+            result.kept[model.name] = kept
 
 
 def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
@@ -173,15 +203,15 @@ def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
     return outcome
 
 
-def models_of(model: PreTrainedModel | str | None) -> list[tuple[str, PreTrainedModel]]:
-    """Return models by name: the given one, or a GQA model, one with sliding-window layers, and one with attention sinks.
+def models_of(model: PreTrainedModel | str | None) -> list[Named]:
+    """Return the given model, or a GQA model, one with sliding-window layers, and one with attention sinks.
 
     Raises:
         UserError: there is no such model.
     """
     if isinstance(model, str):
-        return [(model, load(model)[0])]
+        return [Named(model, *load(model))]
     if model is not None:
-        return [(str(model.config.model_type), model)]
-    tiny = {name: tiny_model(family, vocab_size=_VOCABULARY) for name, family in _TINY.items()}
-    return [*tiny.items(), *((name, load(builtin)[0]) for name, builtin in _BUILTIN.items())]
+        return [Named(str(model.config.model_type), model)]
+    tiny = [Named(name, tiny_model(family, vocab_size=_VOCABULARY)) for name, family in _TINY.items()]
+    return [*tiny, *(Named(name, *load(builtin)) for name, builtin in _BUILTIN.items())]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,17 +58,18 @@ class Case:
         subject: cache under test.
         hf: model in evaluation mode, with the attention of `attended.NAMES`.
         like: policy of ours that should hold the same tokens; None to compare with none.
+        tokenizer: tokenizer of the model; None for random weights.
         rotations: RoPE of every layer; empty if it can't be measured.
         length: tokens of the longest text that is read.
     """
 
-    def __init__(self, subject: Subject, hf: PreTrainedModel, like: Subject | None = None) -> None:
+    def __init__(self, subject: Subject, hf: PreTrainedModel, like: Subject | None = None, tokenizer: Any = None) -> None:
         """Measure the model's RoPE.
 
         Raises:
             UserError: the vocabulary has too few tokens to tell all of a text apart.
         """
-        self.subject, self.hf, self.like = subject, hf, like
+        self.subject, self.hf, self.like, self.tokenizer = subject, hf, like, tokenizer
         self.rotations = _rotations(hf)
         self.length = _TOKENS if subject.budget is None else 2 * subject.budget + _PAST_FULL
         self.vocabulary = int(hf.config.get_text_config().vocab_size)
@@ -95,7 +96,8 @@ class Case:
         """Tokens of the first block: all that a press is to cut, otherwise fewer than the budget."""
         if self.subject.press is not None and self.subject.press.cuts_prompts:
             return self.length - _PROMPT
-        return min(_PROMPT, max(1, (self.subject.budget or self.length) // 2))
+        size = self.subject.budget or 2 * _PROMPT
+        return max(1, size // 2, size - _PROMPT)
 
     @property
     def past_full(self) -> int:
@@ -105,6 +107,11 @@ class Case:
     def steps(self, *blocks: int, then: int | None = None) -> list[int]:
         """Return blocks, followed by single tokens: `then`, or all that remain."""
         return [*blocks, *[1] * (self.length - sum(blocks) if then is None else min(then, self.length - sum(blocks)))]
+
+    @property
+    def shortened(self) -> list[int]:
+        """Blocks of `decode`, up to some steps after the first eviction."""
+        return self.steps(self.prompt, then=max(_PROMPT, self.past_full + _PROMPT - self.prompt))
 
     @cached_property
     def decode(self) -> Trace:

@@ -21,11 +21,7 @@ _OF_BLOCKS = (*_OF_PLACES, "mask")
 _NO_PROMPT = "a press cuts what the first forward pass reads"
 
 
-@check(
-    "Before anything is evicted, logits are those of full attention.",
-    "keys, values or positions are changed although all tokens fit",
-    _OF_PLACES,
-)
+@check("Until a token is evicted, logits are those of full attention.", "K or V is changed although all tokens fit", _OF_PLACES)
 def dense(case: Case) -> Outcome:
     """Compare logits with a forward pass without a cache, up to the first eviction."""
     if not case.is_exact:
@@ -36,11 +32,7 @@ def dense(case: Case) -> Outcome:
     return failed(f"logits differ by {difference:.2g} of the largest") if difference else passed(f"equal for {count} tokens")
 
 
-@check(
-    "Blocks give the same logits as single tokens until a token is evicted.",
-    "a block is cut before its tokens are attended to",
-    _OF_BLOCKS,
-)
+@check("Until a token is evicted, blocks give the logits of single tokens.", "a block is cut too early", _OF_BLOCKS)
 def blocks(case: Case) -> Outcome:
     """Read in blocks of 8."""
     if case.subject.press is not None:
@@ -77,17 +69,13 @@ def second_turn(case: Case) -> Outcome:
 
 
 @check(
-    "A left-padded text gives the logits of the text alone.",
-    "padding takes part in eviction, or the mask is shifted: read texts one by one",
-    _OF_PLACES,
+    "A left-padded text gives the logits of the text alone.", "padding is kept like a token: read texts one by one", _OF_PLACES
 )
 def padding(case: Case) -> Outcome:
     """Read two prompts side by side, the second left-padded, and compare each with the prompt alone."""
     if not case.is_exact:
         return skipped("values are stored rounded")
-    count = (
-        case.prompt if case.subject.press is not None else min(_CHUNK, max(_PADDING + 1, (case.subject.budget or _CHUNK) // 2))
-    )
+    count = max(_PADDING + 1, case.prompt)
     steps = case.steps(count, then=max(_LATER, case.past_full - count))
     texts = case.text(2)[:, : sum(steps)]
     valid = torch.ones_like(texts)
@@ -177,7 +165,7 @@ def crop(case: Case) -> Outcome:
 def bfloat16(case: Case) -> Outcome:
     """Read with a copy of the model in bfloat16."""
     narrow: Any = deepcopy(case.hf)
-    of = case.trace(case.steps(case.prompt, then=case.past_full), hf=narrow.to(torch.bfloat16))
+    of = case.trace(case.shortened, hf=narrow.to(torch.bfloat16))
     if fault := new_faults(of, case.known):
         return failed(fault)
     last, before = of.passes[-1], case.decode.passes[len(of.passes) - 1]

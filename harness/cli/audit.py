@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvbench.harness.cli.output import FILLED, print_rows
 from kvbench.harness.core.errors import Exit
+from kvbench.harness.core.files import atomic_write, writable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from kvbench.harness.audit.audit import Named
 
 
 @click.command()
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a parameter of the constructor.")
 @click.option("--like", type=FILLED, metavar="POLICY", help="Policy of KV Bench that should hold the same tokens.")
 @click.option("--skip", multiple=True, type=FILLED, metavar="CHECK", help="Leave a check out; repeatable.")
+@click.option("--html", "page", type=FILLED, metavar="FILE", help="Write a page with pictures of the positions held.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def audit(
     target: str,
@@ -32,6 +35,7 @@ def audit(
     settings: tuple[str, ...],
     like: str | None,
     skip: tuple[str, ...],
+    page: str | None,
     as_json: bool,
 ) -> None:
     """Check what a KV cache does.
@@ -44,7 +48,7 @@ def audit(
     bench audit my_cache.py:MyCache --budget 64 --set window=60 --like sink_window --model smollm2
     bench audit kvpress:SnapKVPress --set compression_ratio=0.5
     bench audit DynamicCache
-    bench audit h2o --capacity 64 --json
+    bench audit h2o --capacity 64 --html h2o.html
     """
     import torch
 
@@ -53,8 +57,11 @@ def audit(
 
     torch.set_num_threads(1)  # faster for tiny models
     subject = subject_of(target, settings, budget, sinks)
-    named = [pair for name in models for pair in models_of(name)] or models_of(None)
+    named = [model for name in models for model in models_of(name)] or models_of(None)
     result = audited(subject, _announced(named), like, skip)
+    if page is not None:
+        with atomic_write(writable(Path(page).parent) / Path(page).name) as file:
+            file.write(result.to_html())
     if as_json:
         click.echo(result.to_json())
     else:
@@ -65,9 +72,9 @@ def audit(
         sys.exit(Exit.NO)
 
 
-def _announced(models: Iterable[tuple[str, PreTrainedModel]]) -> Iterator[tuple[str, PreTrainedModel]]:
+def _announced(models: Iterable[Named]) -> Iterator[Named]:
     """Name every model on a terminal before it is used."""
-    for name, hf in models:
+    for model in models:
         if sys.stderr.isatty():
-            click.echo(f"bench: model {name}", err=True)
-        yield name, hf
+            click.echo(f"bench: model {model.name}", err=True)
+        yield model

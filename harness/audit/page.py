@@ -1,0 +1,60 @@
+"""Page of an audit: one HTML file without scripts, with the table and pictures of the kept positions."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvbench.harness.audit.trace import Trace
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.keep_map import Map, specification
+
+if TYPE_CHECKING:
+    from kvbench.harness.audit.audit import Audit
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
+body { color: #1f2328; background: #fff }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .3rem .6rem }
+tr { border-top: 1px solid #d1d9e0 } .pass { color: #1a7f37 } .fail { color: #d1242f; font-weight: 600 } svg { max-width: 100% }
+p { color: #59636e }
+"""
+
+
+def kept_positions(of: Trace) -> Map | None:
+    """Return the positions held after every step; None if nothing was read."""
+    rows = [
+        (p.first - 1, layer, head, position)
+        for p in of.passes[1:]
+        for layer, heads in enumerate(p.held)
+        for head, positions in enumerate(heads)
+        for position in positions
+    ]
+    if not rows:
+        return None
+    steps, layers, heads, positions = np.array(rows).T
+    return Map(np.zeros_like(steps), steps, layers, heads, positions)
+
+
+def html(audit: Audit) -> str:
+    """Return the page of an audit."""
+    failed = len({check.name for check in audit.failed})
+    verdict = f"{failed} of {len(audit.rows())} checks failed" if failed else "No check failed"
+    title = escape(f"Audit of {audit.target}")
+    parts = [f"<h1>{title}</h1><p>{verdict}, in {audit.seconds:.0f} s.</p>"]
+    for model in dict.fromkeys(check.model for check in audit.checks):
+        lines = (
+            f'<tr><td title="{escape(check.question)}">{check.name}</td><td class="{check.verdict}">{check.verdict}</td>'
+            f"<td>{escape(check.evidence)}{escape(check.advice)}</td></tr>"
+            for check in audit.checks
+            if check.model == model
+        )
+        head = "<tr><th>check</th><th>verdict</th><th>evidence</th></tr>"
+        parts.append(f"<h2>{escape(model)}</h2><table>{head}{''.join(lines)}</table>")
+        if model in audit.kept:
+            parts.append("<p>Positions held after each step, by layer. The shade is the share of KV heads.</p>")
+            parts.append(Chart("kept", "", specification(audit.kept[model], "")).svg("light"))
+    style = f"<style>{_STYLE}</style>"
+    return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>{style}{"".join(parts)}</html>\n'
