@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def show() -> None:
-    """Show what a record holds.
+    """Show the contents of a record.
 
     \b
     bench show table 128d93c6

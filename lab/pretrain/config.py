@@ -64,11 +64,13 @@ class Mix(_Strict):
 class Repeats(_Strict):
     """Random tokens in which stretches come again at random distances. They bring about heads that look things up."""
 
-    share: float = Field(0.0, ge=0, le=1, description="of the samples, in the beginning")
-    later: float = Field(0.0, ge=0, le=1, description="of the samples, after `until`")
+    share: float = Field(0.0, ge=0, le=1, description="share of the samples, in the beginning")
+    later: float = Field(0.0, ge=0, le=1, description="share of the samples, after `until`")
     until: float = Field(0.4, ge=0, le=1, description="share of the steps")
-    vocabulary: int = Field(300, ge=2, description="how many tokens they are drawn from at first: the first after the sinks")
-    widest: int | None = Field(None, ge=2, description="how many in the end; none: as many as at first")
+    vocabulary: int = Field(
+        300, ge=2, description="number of tokens that they are drawn from at first: the first after the sinks"
+    )
+    widest: int | None = Field(None, ge=2, description="number of tokens in the end; none: as many as at first")
     widen: tuple[float, float] = Field((0.0, 0.0), description="shares of the steps between which their number grows evenly")
     shortest: int = Field(4, ge=2, description="tokens of a stretch")
     longest: int = Field(12, ge=2, description="tokens of a stretch")
@@ -119,7 +121,7 @@ class Short(_Strict):
 class Again(_Strict):
     """Steps whose samples are shorter than their stage's: what is learnt of short texts stays, and texts end at any place."""
 
-    share: float = Field(..., ge=0, le=1, description="of the steps")
+    share: float = Field(..., ge=0, le=1, description="share of the steps")
     samples: tuple[int, ...] = Field(..., min_length=1, description="tokens, of which those below the stage's are drawn")
 
 
@@ -132,9 +134,10 @@ class Training(_Strict):
     again: Again | None = Field(None, description="shorter samples in between, later on")
     batch: int = Field(32, ge=1, description="samples per step")
     learning_rate: float = Field(4e-3, gt=0)
-    beta2: float = Field(0.95, gt=0, lt=1, description="of AdamW; beta1 is 0.9")
+    beta2: float = Field(0.95, gt=0, lt=1, description="beta2 of AdamW; beta1 is 0.9")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="of the learning rate: constant before its decay; cosine, to a twentieth; linear, to nothing"
+        "constant",
+        description="course of the learning rate: constant before its decay; cosine, to a twentieth; linear, to nothing",
     )
     optimizer: Literal["adamw", "ortho_adam", "sgd"] = Field("adamw", description="sgd has a momentum of 0.9")
     weight_decay: float = Field(0.1, ge=0)
@@ -186,9 +189,9 @@ class PretrainConfig(_Strict):
         "key_bias",
         "protected",
         "lckv",
-    ] = Field("softmax", description="what the model has for attention")
+    ] = Field("softmax", description="kind of attention")
     sigma_reparam: bool = Field(False, description="sigma-reparametrised linear layers while training")
-    lckv: Condensed | None = Field(None, description="of attention lckv, which needs it")
+    lckv: Condensed | None = Field(None, description="settings of attention lckv, which needs them")
     shape: Shape = Shape()
     text: Mix = Mix()
     kinds: Kinds = Kinds()
