@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.kept_rotation import FloatView
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from kvbench.harness.engine.slot_stores import StoredView, as_written
 from kvbench.harness.engine.slots import Slots
@@ -70,7 +69,7 @@ class HeldRows:
         self.view: CacheView
         if slots.codec is None and self._pages is None and not slots.keys_rotated:
             keys, values = (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
-            self.view = FloatView(rank, position, index, keys, values, *rest)
+            self.view = CacheView(rank, position, index, keys, values, *rest)
         else:
             keys_window = None if slots.keys_rotated else self._keys
             self.view = StoredView(rank, position, index, keys_window, self._values, *rest)

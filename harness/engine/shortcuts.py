@@ -15,7 +15,6 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.held import writes
-from kvbench.harness.engine.kept_rotation import KeptRotation
 from kvbench.harness.engine.kernel_interface import Kernels, StepKernel
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs
@@ -155,24 +154,22 @@ class Shortcuts:
         release = self._kernels.release
         release = release if release is not None and release.of_layer else None
         RAN["coded walk" if self._slots.codec is not None else "compiled steps"] += 1
-        with KeptRotation(rows, paired.flatten(0, 1), places.steps) as rotation:
-            for t, rank in enumerate(places.ranks):
-                rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])
-                rows.set_written(rows.free[:, None], {s: x[:, t : t + 1] for s, x in written.items()})
-                q, k, v = (x[t] for x in by_token)
-                given = terms.scaling, observed.get("weights"), observed.get("logits")
-                out.append(plan.kernel(self._slots, rows, q, k, v, *given))
-                rotation.follow(t)
-                if queries is not None:
-                    observed["queries"] = queries[:, :, t]
-                if "outputs" in observed:
-                    observed["outputs"] = out[-1].reshape(observed["outputs"].shape)
-                if observed and not (release and release.updates):
-                    rows.update(observed, None)
-                if release is None:
-                    rows.release(None, places.evicts[t], places.ragged)
-                else:
-                    release(self._slots, rows, observed.get("weights"), places.steps[t], places.evicts[t])
+        for t, rank in enumerate(places.ranks):
+            rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])
+            rows.set_written(rows.free[:, None], {s: x[:, t : t + 1] for s, x in written.items()})
+            q, k, v = (x[t] for x in by_token)
+            given = terms.scaling, observed.get("weights"), observed.get("logits")
+            out.append(plan.kernel(self._slots, rows, q, k, v, *given))
+            if queries is not None:
+                observed["queries"] = queries[:, :, t]
+            if "outputs" in observed:
+                observed["outputs"] = out[-1].reshape(observed["outputs"].shape)
+            if observed and not (release and release.updates):
+                rows.update(observed, None)
+            if release is None:
+                rows.release(None, places.evicts[t], places.ragged)
+            else:
+                release(self._slots, rows, observed.get("weights"), places.steps[t], places.evicts[t])
         return torch.cat(out, 2)
 
     def read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:

@@ -22,7 +22,7 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     walk, lost = walk_kind.from_slots(slots, mode, limit, longest, in_graphs), module.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:
-        because = module.why_untraced(slots.policy) or module.why_unserved(slots)
+        because = module.why_not_walked(slots) or module.why_unserved(slots)
         because = because or "no kernel walks blocks of such layers in this dtype"
     step = step_kind.from_slots(slots, mode, limit, longest)
     release: ReleaseKernel | None = release_kind.from_slots(slots)

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 from kvbench.harness.core.files import new_partial, put_in_place
 from kvbench.harness.core.user_cache import private_folder, why_unsafe
+from kvbench.harness.kernels.policy_program import ARRAYS, Layout, Programs, programs
 from kvbench.harness.kernels.tracing import NotTraceableError, traced
-from kvbench.policies import Policy
+from kvbench.policies import HeadSizes, Policy
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 120
+_SLOTS = 512  # of an example
 _FLAGS = [  # sums may be reordered, but infinities and NaN keep their meaning
     "-O3",
     "-march=native",
@@ -36,6 +38,12 @@ _FLAGS = [  # sums may be reordered, but infinities and NaN keep their meaning
     "-fno-signed-zeros",
     "-fassociative-math",
 ]
+
+_NO_EXPRESSIONS = dict.fromkeys(("NUMBERS", "MOST_READ", "WIDTHS", "IMPORTANCE", "UPDATES"), "0")
+_NO_PROGRAMS = dict.fromkeys(
+    ("PROGRAMS", "SUMS", "SCRATCH", "RANKS_READ", "LOGITS_READ", "KEYS_WIDTH", "ROTATED_WIDTH", "TERMS_WIDTH", "SUM_OF_TERM"), "0"
+) | {"TOGETHER": "1", "PROGRAM_TEXTS": ""}  # fmt: skip
+_ARRAYS = "\n".join(f"void *const {name} = (void *)a.{name}; (void){name};" for name in ARRAYS)
 
 
 class Built(NamedTuple):
@@ -81,20 +89,42 @@ def built_of(policy: Policy, template: str, name: str) -> Built:
         NotTraceableError: the policy can't be traced to expressions.
     """
     formulas = traced(policy)
-    parts = {
+    parts = _NO_PROGRAMS | {
         "NUMBERS": str(len(formulas.updates)),
         "MOST_READ": str(int("most" in formulas.reads)),
         "WIDTHS": ", ".join(map(str, formulas.widths)) or "0",
         "IMPORTANCE": formulas.importance,
         "UPDATES": ", ".join(formulas.updates) or "0",
     }
-    return built(template, name, tuple((f"{part}_OF_POLICY", text) for part, text in parts.items()))
+    return _built_of(template, name, parts)
+
+
+def built_of_programs(found: Programs, template: str, name: str) -> Built:
+    """Build a function from a C file and the programs of a policy."""
+    functions = (("update", found.update), ("importance", found.importance))
+    texts = (f"static void {name}_program(Arrays a, char *scratch) {{\n{_ARRAYS}\n{x.text}\n}}" for name, x in functions)
+    parts = _NO_EXPRESSIONS | {
+        "NUMBERS": str(found.numbers),
+        "PROGRAMS": "1",
+        "TOGETHER": str(found.heads),
+        "SUMS": str(found.sums),
+        "SCRATCH": str(max(x.scratch for _, x in functions)),
+        "RANKS_READ": str(int("rank" in found.reads)),
+        "LOGITS_READ": str(int("logits" in found.reads)),
+        "PROGRAM_TEXTS": "\n\n".join(["#include <tgmath.h>", *texts]),
+        "SUM_OF_TERM": ", ".join(map(str, found.terms)) or "0",
+    }
+    widths = zip(("KEYS", "ROTATED", "TERMS"), found.widths, strict=True)
+    return _built_of(template, name, parts | {f"{kind}_WIDTH": str(width) for kind, width in widths})
 
 
 def built_without_policy(template: str, name: str) -> Built:
     """Build a function from a C file that receives a policy's importance, and uses no expressions of the policy."""
-    nothing = dict.fromkeys(("NUMBERS", "MOST_READ", "WIDTHS", "IMPORTANCE", "UPDATES"), "0")
-    return built(template, name, tuple((f"{part}_OF_POLICY", text) for part, text in nothing.items()))
+    return _built_of(template, name, _NO_EXPRESSIONS | _NO_PROGRAMS)
+
+
+def _built_of(template: str, name: str, parts: dict[str, str]) -> Built:
+    return built(template, name, tuple((f"{part}_OF_POLICY", text) for part, text in parts.items()))
 
 
 def why_untraced(policy: Policy) -> str:
@@ -108,7 +138,15 @@ def why_untraced(policy: Policy) -> str:
 
 def why_not(policy: Policy) -> str:
     """Return the reason that a bound policy has no compiled walk on this machine; empty if it has one."""
-    return why_untraced(policy) or built_of(policy, "walk.c", "walk").why_not
+    because = why_untraced(policy)
+    if not because:
+        return built_of(policy, "walk.c", "walk").why_not
+    heads = 2 if policy.scope == "layer" else 1
+    try:
+        programs(policy, Layout(heads, _SLOTS, HeadSizes(2, 4, 4), 2, 0))
+    except NotTraceableError as error:
+        return f"{error} can't be compiled"
+    return built_without_policy("walk.c", "walk").why_not
 
 
 @lru_cache

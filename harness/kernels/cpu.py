@@ -18,13 +18,13 @@ from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels.compiler import Built, built, built_of, built_without_policy, why_untraced
-from kvbench.harness.kernels.cpu_walk import CpuWalkKernel
+from kvbench.harness.kernels.cpu_walk import CpuWalkKernel, why_not_walked
 from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
 from kvbench.harness.kernels.tracing import traced
 from kvbench.policies import PositionMode
 from kvbench.policies.view import mixed_seed
 
-__all__ = ["KERNELS", "CpuReleaseKernel", "CpuStepKernel", "CpuWalkKernel", "lost", "why_unserved", "why_untraced"]
+__all__ = ["KERNELS", "CpuReleaseKernel", "CpuStepKernel", "CpuWalkKernel", "lost", "why_not_walked", "why_unserved"]
 
 _MODES = {"cache": 0, "stream": 1, "clamped": 2, "rotated": 3}  # `rotated`: `stream` with keys that are stored rotated
 _MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; with fewer, one thread is faster than several

@@ -15,9 +15,20 @@ from torch import Tensor
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels.compiler import Built, built_of, why_untraced
-from kvbench.harness.kernels.states import FirstValues, first_values, heads_of, numbers_of, prompts_of, why_unserved
-from kvbench.policies import PositionMode
+from kvbench.harness.kernels.compiler import Built, built_of, built_of_programs, why_untraced
+from kvbench.harness.kernels.expressions import NotTraceableError
+from kvbench.harness.kernels.policy_program import Layout, Programs, programs
+from kvbench.harness.kernels.states import (
+    FirstValues,
+    first_values,
+    heads_of,
+    numbers_of,
+    prompts_of,
+    put_sums,
+    sums_of,
+    why_unserved,
+)
+from kvbench.policies import HeadSizes, PositionMode
 from kvbench.policies.view import mixed_seed
 
 _MAX_TABLE_ANGLES = 2**18
@@ -40,6 +51,16 @@ class _Candidates(NamedTuple):
         block = (keys.flatten(0, 1), values.flatten(0, 1), steps)
         keys, values, position = (torch.cat(pair, 1) for pair in zip(held, block, strict=True))
         return cls(keys, values, position, [_oldest(x, order, count) for x in numbers_of(rows)])
+
+    def rotated(self, rows: Rows) -> Tensor:
+        """Return the keys, rotated to their positions in the stream. [N, L, D]."""
+        keys, position = (x.unflatten(0, (-1, rows.heads)) for x in (self.keys, self.position))
+        return rows.view.rotate(keys, position).flatten(0, 1)
+
+    def terms(self, rows: Rows) -> Tensor:
+        """Return what each token adds to the statistics that are sums. [N, L, n]."""
+        found = rows.written(self.keys, self.values, self.position, torch.zeros_like(self.position))
+        return torch.cat([found[s].flatten(2) for s in rows.summed], 2)
 
     def survive(self, rows: Rows, position: Tensor) -> None:
         """Store the tokens at these positions in the rows. position: [N, n] int64."""
@@ -77,11 +98,12 @@ class CpuWalkKernel:
     rotates = False  # queries are rotated and scaled before the call, with paired dims adjacent
     in_graphs = False
 
-    def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
-        self._kernel, self._rotation = kernel, slots.shape.rotation
+    def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any, programs: Programs | None) -> None:
+        self._kernel, self._rotation, self._programs = kernel, slots.shape.rotation, programs
         self._rotated_by, self._angles = 0, 0
+        self._rotates_first = self._rotation is not None and (slots.keys_rotated or mode == "stream")
         table = torch.ones(0, slots.shape.key_dim // 2, dtype=torch.complex64)
-        if self._rotation is not None and not slots.keys_rotated:
+        if self._rotation is not None and not self._rotates_first:
             self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
             table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # by angle. [P, angles] each
@@ -95,17 +117,20 @@ class CpuWalkKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 13, *[ctypes.c_int64] * 19]
-        return cls(slots, mode, limit, kernel)
+        kernel.argtypes = [*[ctypes.c_void_p] * 16, *[ctypes.c_int64] * 19]
+        return cls(slots, mode, limit, kernel, programs_of(slots) if why_untraced(slots.policy) else None)
 
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
         """Build the C function. Unsupported layers, and policies that can't be traced, get neither function nor reason."""
         fits = slots.codec is None and slots.capacity is not None and slots.shape.plain_softmax and slots.shape.key_dim % 2 == 0
-        fits = fits and slots.dtype.itemsize <= 4 and not why_untraced(slots.policy)
+        fits = fits and slots.dtype.itemsize <= 4 and not why_not_walked(slots)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
-        fits = fits and not why_unserved(slots) and (mode != "stream" or slots.keys_rotated or slots.shape.rotation is None)
-        return built_of(slots.policy, "walk.c", "walk") if fits else Built()
+        if not fits or why_unserved(slots):
+            return Built()
+        if why_untraced(slots.policy):
+            return built_of_programs(programs_of(slots), "walk.c", "walk")
+        return built_of(slots.policy, "walk.c", "walk")
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
@@ -118,30 +143,79 @@ class CpuWalkKernel:
         """
         streams, heads, group, tokens, _ = query.shape
         size, dims, pairs = streams * heads, values.shape[-1], query.shape[-1] // 2
-        count, kept = slots.cadence.held(tokens_before), slots.cadence.held(tokens_before + tokens)
+        count, left = slots.cadence.held(tokens_before), slots.cadence.held(tokens_before + tokens)
         if self._rotation is not None and slots.keys_rotated:
             steps = torch.arange(tokens_before, tokens_before + tokens)
             keys = rotate(keys, self._rotation.factors(steps, keys.dtype, LONGEST_STREAM))
         candidates = _Candidates.gather(rows, keys, values, count, tokens_before, ordered)
-        by_pair = candidates.keys.float().unflatten(-1, (-1, 2))  # [N, L, P, 2]
+        attended = candidates.rotated(rows) if self._rotates_first and not slots.keys_rotated else candidates.keys
+        by_pair, sums = attended.float().unflatten(-1, (-1, 2)), sums_of(rows)  # [N, L, P, 2], [N, M]
+        kept = self._kept(rows, candidates, count, slots.num_slots)
         stores = _Stores.fill(by_pair, candidates, count, slots.num_slots)
         first, out = first_values(rows, written, tokens), torch.empty(tokens, size, group, dims)
         arrays = (
             query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
             by_pair[:, count:].permute(0, 1, 3, 2).contiguous(), values.reshape(size, tokens, dims).float().contiguous(),
-            *stores, first, heads_of(rows), prompts_of(rows), self._cosine, self._sine, out,
+            *stores, first, heads_of(rows), prompts_of(rows), self._cosine, self._sine, out, sums,
         )  # fmt: skip
+        addresses = ((ctypes.c_void_p * 3)(*(x.data_ptr() for x in tensors)) for tensors in kept)
         failed = self._kernel(
-            *(x.data_ptr() for x in arrays), first.stride(0), first.stride(1), size, group, tokens, pairs, slots.num_slots, dims,
-            count, tokens_before, slots.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
+            *(x.data_ptr() for x in arrays), *addresses, first.stride(0), first.stride(1), size, group, tokens, pairs,
+            slots.num_slots, dims, count, tokens_before, slots.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
             slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise MemoryError("no scratch memory for the compiled walk")
-        candidates.survive(rows, stores.position[:, :kept].contiguous())
+        candidates.survive(rows, stores.position[:, :left].contiguous())
         for i, number in enumerate(numbers_of(rows)):
-            number[:, :kept] = stores.state[:, i, :kept]
+            number[:, :left] = stores.state[:, i, :left]
+        put_sums(rows, sums)
         return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
+
+    def _kept(self, rows: Rows, candidates: _Candidates, count: int, slots: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what programs keep with every token: of the tokens held, with room for all slots, and of the block's tokens.
+
+        Keys, rotated keys, and terms of sums: [N, S, n] and [N, T, n] float32 each; empty where it is not read.
+        """
+        keys = candidates.keys
+        every = [keys.new_empty(*keys.shape[:2], 0)] * 3
+        if self._programs is not None:
+            of_keys, of_rotated, of_terms = self._programs.widths
+            every = [
+                keys if of_keys else every[0],
+                candidates.rotated(rows) if of_rotated else every[1],
+                candidates.terms(rows) if of_terms else every[2],
+            ]
+        held = [torch.zeros(len(x), slots, x.shape[2]) for x in every]
+        for store, x in zip(held, every, strict=True):
+            store[:, :count] = x[:, :count]
+        return held, [x[:, count:].float().contiguous() for x in every]
+
+
+def why_not_walked(slots: Slots) -> str:
+    """Return the reason that no walk can be compiled for the policy of some slots; empty if one can be."""
+    because = why_untraced(slots.policy)
+    if not because:
+        return ""
+    if slots.dtype != torch.float32 or slots.num_slots != slots.most:
+        return because
+    try:
+        programs_of(slots)
+    except NotTraceableError as error:
+        return f"{error} can't be compiled"
+    return ""
+
+
+def programs_of(slots: Slots) -> Programs:
+    """Trace the policy of some slots to programs for all slots of a head, or of all heads of a layer.
+
+    Raises:
+        NotTraceableError: the policy can't be compiled; the message says why.
+    """
+    shape, policy = slots.shape, slots.policy
+    sizes = HeadSizes(shape.group, shape.key_dim, shape.value_dim)
+    heads = shape.heads if policy.scope == "layer" else 1
+    return programs(policy, Layout(heads, slots.num_slots, sizes, slots.num_layers, slots.seed))
 
 
 def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:

@@ -87,6 +87,11 @@ def why_untraced(policy: Policy) -> str:
     return ""
 
 
+def why_not_walked(slots: Slots) -> str:
+    """Return the reason that no walk can be compiled for the policy of some slots; empty if one can be."""
+    return why_untraced(slots.policy)
+
+
 def why_unserved(slots: Slots) -> str:
     """Return the reason that no kernel does the bookkeeping of these slots under any policy; empty if a kernel may."""
     several = f"no kernel for CUDA evicts {slots.every} tokens at once" if slots.every > 1 else ""

@@ -1,6 +1,7 @@
 """A policy's statistics as arguments of kernels: the numbers of each slot, and their first values.
 
-Axis letters: B streams, H KV heads, N = B * H, R rows, S slots, T tokens, k numbers of a statistic, K numbers of all statistics.
+Axis letters: B streams, H KV heads, N = B * H, R rows, S slots, T tokens, k numbers of a statistic, K numbers of all
+statistics per slot, M numbers of all statistics per head.
 """
 
 from __future__ import annotations
@@ -37,9 +38,22 @@ def why_unserved(slots: Slots) -> str:
 
 
 def numbers_of(rows: Rows) -> list[Tensor]:
-    """Return views of the statistics of some rows, one view per number. [R, S] each."""
-    flat = [x.flatten(0, 1) for x in rows.states.values()]
+    """Return views of the statistics per slot of some rows, one view per number. [R, S] each."""
+    flat = [x.flatten(0, 1) for s, x in rows.states.items() if s.per == "slot"]
     return [number for x in flat for number in x.reshape(*x.shape[:2], prod(x.shape[2:])).unbind(-1)]
+
+
+def sums_of(rows: Rows) -> Tensor:
+    """Return a copy of the statistics per head of some rows. [R, M] float64."""
+    parts = [x.flatten(0, 1).flatten(1) for s, x in rows.states.items() if s.per == "head"]
+    return torch.cat(parts, 1) if parts else torch.empty(len(rows.rank), 0, dtype=torch.float64)
+
+
+def put_sums(rows: Rows, sums: Tensor) -> None:
+    """Set the statistics per head of some rows. sums: [R, M] float64."""
+    states = [x for s, x in rows.states.items() if s.per == "head"]
+    for state, part in zip(states, sums.split([x.shape[2:].numel() for x in states], 1), strict=True):
+        state.copy_(part.view(state.shape))
 
 
 def widths_of(rows: Rows) -> tuple[int, ...]:
@@ -50,8 +64,8 @@ def widths_of(rows: Rows) -> tuple[int, ...]:
 def first_values(rows: Rows, written: FirstValues | None, tokens: int) -> Tensor:
     """Return the first numbers of each token of a block. [N, T, K] float32; strides are 0 if all numbers are constant."""
     size = len(rows.rank)
-    parts = {s: (s.initial, x.shape[3:].numel()) for s, x in rows.states.items()}
-    if not written:
+    parts = {s: (s.initial, x.shape[3:].numel()) for s, x in rows.states.items() if s.per == "slot"}
+    if not written or not any(s in written for s in parts):
         device = rows.rank.device  # created on the device, not copied from the host
         constants = [torch.full((width,), initial, device=device) for initial, width in parts.values()]
         return torch.cat(constants or [torch.zeros(0, device=device)]).float().expand(size, tokens, -1)

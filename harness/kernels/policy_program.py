@@ -1,0 +1,204 @@
+"""Translate a bound policy that compares slots or heads to two programs in C: the `update` of its statistics, and its importance.
+
+A program computes the slots of one head, or of all heads of a layer under scope `layer`. Its arrays are those of walk.c, which
+calls it: tokens are ordered oldest first, so that a token's index is its rank.
+
+Axis letters: H KV heads of a program, G query heads of a KV head, S slots, D key dim, E value dim, K numbers of the statistics
+per slot, M numbers of the statistics per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.held import writes
+from kvbench.harness.kernels.expressions import NotTraceableError
+from kvbench.harness.kernels.tensor_code import Source, source_of
+from kvbench.harness.kernels.tensor_program import Recorder
+from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
+
+_MAX_NUMBERS = 2**16  # of the statistics, per slot or head
+ARRAYS = (  # in the order of `Arrays` in program.h
+    "position", "rank", "step", "layer", "head", "prompt", "keys", "rotated", "values", "state", "sums", "weights", "logits",
+    "outputs", "worth",
+)  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """Sizes of the arrays of a program.
+
+    Attributes:
+        heads: H.
+        slots: S.
+        sizes: sizes of a KV head.
+        num_layers: layers of the model.
+        seed: seed of the cell.
+    """
+
+    heads: int
+    slots: int
+    sizes: HeadSizes
+    num_layers: int
+    seed: int
+
+
+class Programs(NamedTuple):
+    """Programs of a policy.
+
+    Attributes:
+        update: changes the arrays `state` and `sums`.
+        importance: sets the array `worth`.
+        heads: KV heads that are computed together, H.
+        numbers: numbers of the statistics per slot, K.
+        sums: numbers of the statistics per head, M.
+        widths: floats that are kept with every token: of its key, of its rotated key, and its terms of sums.
+        terms: index in the sums of each term.
+    """
+
+    update: Source
+    importance: Source
+    heads: int
+    numbers: int
+    sums: int
+    widths: tuple[int, int, int]
+    terms: tuple[int, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the arrays that a program reads or changes."""
+        return self.update.reads | self.importance.reads
+
+
+@dataclass
+class _View(CacheView):
+    """View of a program's arrays.
+
+    Attributes:
+        rotated: keys rotated to their positions in the stream, which the walk keeps. [1, H, S, D].
+    """
+
+    rotated: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def rotated_keys(self) -> Tensor:
+        """Keys rotated to their positions in the stream. [1, H, S, D]."""
+        return self.rotated
+
+    @classmethod
+    def of(cls, arrays: dict[str, Tensor], layout: Layout, states: dict[Statistic, Tensor], full: bool) -> Self:
+        """View the arrays. full: every slot holds a token, so that ranks are a constant."""
+        shape, sizes = (1, layout.heads, layout.slots), layout.sizes
+        step, layer, prompt = (arrays[name].view(1, 1, 1) for name in ("step", "layer", "prompt"))
+        return cls(
+            rank=torch.arange(layout.slots).expand(shape) if full else arrays["rank"].view(shape),
+            position=arrays["position"].view(shape),
+            step=step,
+            keys=arrays["keys"].view(*shape, sizes.key_dim),
+            values=arrays["values"].view(1, layout.heads, sizes.value_dim, layout.slots).mT,
+            states=states,
+            layer=layer,
+            head=arrays["head"].view(1, layout.heads, 1),
+            prompt=prompt,
+            num_layers=layout.num_layers,
+            seed=layout.seed,
+            rotate=_refused,
+            full=full,
+            rotated=arrays["rotated"].view(*shape, sizes.key_dim),
+        )
+
+
+def _refused(*_: Tensor) -> Tensor:
+    raise NotTraceableError("a rotation of other vectors than the keys held")
+
+
+def programs(policy: Policy, layout: Layout) -> Programs:
+    """Trace a bound policy.
+
+    Raises:
+        NotTraceableError: the policy can't be compiled; the message says why.
+    """
+    try:
+        return _traced(policy, layout)
+    except NotTraceableError:
+        raise
+    except Exception as error:  # a user's policy may raise anything
+        reason = str(error).split("\n")[0][:200]
+        raise NotTraceableError(f"{type(error).__name__}: {reason}") from error
+
+
+@lru_cache(maxsize=64)
+def _traced(policy: Policy, layout: Layout) -> Programs:
+    heads, slots, sizes = layout.heads, layout.slots, layout.sizes
+    shapes = {s: tuple(s.shape(sizes)) for s in dict.fromkeys(policy.statistics)}
+    if any(prod(shape) > _MAX_NUMBERS for shape in shapes.values()):
+        raise NotTraceableError(f"a statistic of more than {_MAX_NUMBERS} numbers")
+    if any("queries" in s.sees for s in shapes):
+        raise NotTraceableError("a statistic that sees queries")
+    numbers, sums = (sum(prod(shape) for s, shape in shapes.items() if s.per == per) for per in ("slot", "head"))
+    of_heads = {
+        "keys": (slots, sizes.key_dim), "rotated": (slots, sizes.key_dim), "values": (sizes.value_dim, slots),
+        "state": (numbers, slots), "weights": (sizes.group, slots), "logits": (sizes.group, slots),
+        "outputs": (sizes.group, sizes.value_dim), "worth": (slots,),
+    }  # fmt: skip
+    # Example values, as in a cache that is full: a policy may use them as indices.
+    arrays = {name: torch.rand(heads, *shape) for name, shape in of_heads.items()}
+    arrays["sums"] = torch.rand(heads, sums, dtype=torch.float64)
+    arrays |= {name: torch.arange(heads * slots) % slots for name in ("position", "rank")}
+    arrays |= {"step": torch.tensor([slots - 1]), "layer": torch.tensor([0]), "prompt": torch.tensor([0])}
+    arrays["head"] = torch.arange(heads)
+    states = _states(arrays, shapes)
+    attention = Attention(**{name: arrays[name][None] for name in ("weights", "logits", "outputs")})
+
+    def update() -> None:
+        view = _View.of(arrays, layout, states, full=False)
+        for statistic, state in states.items():
+            if statistic.sees:
+                state.copy_(statistic.update(state, attention, view))
+
+    def importance() -> None:
+        worth = policy.importance(_View.of(arrays, layout, states, full=True))
+        arrays["worth"].copy_(worth.expand(1, heads, slots)[0])
+
+    programs = _recorded(update, arrays), _recorded(importance, arrays)
+    reads = programs[0].reads | programs[1].reads
+    terms = _terms(shapes)
+    widths = sizes.key_dim * ("keys" in reads), sizes.key_dim * ("rotated" in reads), len(terms)
+    return Programs(*programs, heads, numbers, sums, widths, terms)
+
+
+def _terms(shapes: dict[Statistic, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the indices of the sums to which every token adds a term."""
+    first, terms = 0, list[int]()
+    for statistic, shape in shapes.items():
+        size = prod(shape) if statistic.per == "head" else 0
+        if writes(statistic):
+            terms += range(first, first + size)
+        first += size
+    return tuple(terms)
+
+
+def _states(arrays: dict[str, Tensor], shapes: dict[Statistic, tuple[int, ...]]) -> dict[Statistic, Tensor]:
+    """Return each statistic as the policy sees it, as a view of `state` or `sums`. [1, H, S, *k] or [1, H, *k]."""
+    states, first = {}, {"slot": 0, "head": 0}
+    for statistic, shape in shapes.items():
+        size, per = prod(shape), statistic.per
+        part = arrays["state" if per == "slot" else "sums"][None, :, first[per] : first[per] + size].unflatten(2, shape or (1,))
+        part = part if shape else part.squeeze(2)
+        states[statistic] = part.movedim(-1, 2) if per == "slot" else part
+        first[per] += size
+    return states
+
+
+def _recorded(run: Callable[[], None], arrays: dict[str, Tensor]) -> Source:
+    """Return what a function does with the arrays."""
+    recorder = Recorder(arrays)
+    with torch.no_grad(), recorder:
+        run()
+    return source_of(recorder)

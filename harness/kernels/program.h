@@ -1,0 +1,92 @@
+/* Programs of a policy, for all slots of TOGETHER rows at once. This is a template: compiler.py inserts the programs.
+
+   Axis letters: H rows of a program, G query heads of a KV head, S slots, D key dim, E value dim, W numbers kept with a token. */
+
+#define PROGRAMS PROGRAMS_OF_POLICY
+
+enum { TOGETHER = TOGETHER_OF_POLICY, SUMS = SUMS_OF_POLICY, SCRATCH = SCRATCH_OF_POLICY };
+enum { RANKS_ARE_READ = RANKS_READ_OF_POLICY, LOGITS_ARE_READ = LOGITS_READ_OF_POLICY };
+enum { KEYS_WIDTH = KEYS_WIDTH_OF_POLICY, ROTATED_WIDTH = ROTATED_WIDTH_OF_POLICY, TERMS_WIDTH = TERMS_WIDTH_OF_POLICY };
+
+static const int64_t KEPT_WIDTHS[3] = {KEYS_WIDTH, ROTATED_WIDTH, TERMS_WIDTH};
+static const int64_t SUM_OF_TERM[TERMS_WIDTH + !TERMS_WIDTH] = {SUM_OF_TERM_OF_POLICY};
+
+/* Arrays of a program. position, rank: [H, S]; step, layer, prompt: one number; head: [H]; keys, rotated: [H, S, D]; values: [H, E, S];
+   state: [H, NUMBERS, S]; sums: [H, SUMS]; weights, logits: [H, G, S]; outputs: [H, G, E]; worth: [H, S]. */
+typedef struct {
+    const int64_t *position, *rank, *step, *layer, *head, *prompt;
+    const float *keys, *rotated, *values;
+    float *state;
+    double *sums;
+    const float *weights, *logits, *outputs;
+    float *worth;
+} Arrays;
+
+/* Enters the numbers that are kept with a token, and adds its terms to the sums of its row. row, token, slot: of the token. */
+static inline void keep(float *const *kept, const float *const *fresh, double *sums, int64_t row, int64_t token, int64_t slots,
+                        int64_t slot) {
+    for (int i = 0; i < 3; i++)
+        if (KEPT_WIDTHS[i])
+            memcpy(kept[i] + (row * slots + slot) * KEPT_WIDTHS[i], fresh[i] + token * KEPT_WIDTHS[i], KEPT_WIDTHS[i] * sizeof(float));
+    for (int64_t i = 0; i < TERMS_WIDTH; i++) sums[row * SUMS + SUM_OF_TERM[i]] += fresh[2][token * TERMS_WIDTH + i];
+}
+
+/* Subtracts the terms of evicted tokens from the sums of a row, and closes the gaps. victims: as in `close_gaps`. */
+static inline void forget(float *const *kept, double *sums, int64_t row, int64_t slots, const int64_t *victims, int64_t evicted) {
+    for (int64_t v = 0; v < evicted; v++)
+        for (int64_t i = 0; i < TERMS_WIDTH; i++)
+            sums[row * SUMS + SUM_OF_TERM[i]] -= kept[2][(row * slots + victims[v]) * TERMS_WIDTH + i];
+    for (int i = 0; i < 3; i++)
+        if (KEPT_WIDTHS[i])
+            close_gaps(kept[i] + row * slots * KEPT_WIDTHS[i], victims, evicted, KEPT_WIDTHS[i] * sizeof(float));
+}
+
+/* Returns a place within an axis, so that a policy's indices never leave its arrays. */
+static inline int64_t within(int64_t place, int64_t size) {
+    return place < 0 ? 0 : place < size ? place : size - 1;
+}
+
+/* Sorts numbers in ascending order, and keeps the order of equal numbers. order: receives the places of the `count` numbers, followed
+   by as many of scratch. */
+static inline void sort_order(const double *key, int64_t *order, int64_t count) {
+    int64_t *from = order, *into = order + count;
+    for (int64_t i = 0; i < count; i++) from[i] = i;
+    for (int64_t width = 1; width < count; width *= 2) {
+        for (int64_t low = 0; low < count; low += 2 * width) {
+            const int64_t middle = low + width < count ? low + width : count, high = low + 2 * width < count ? low + 2 * width : count;
+            int64_t a = low, b = middle;
+            for (int64_t i = low; i < high; i++) into[i] = a < middle && (b >= high || key[from[a]] <= key[from[b]]) ? from[a++] : from[b++];
+        }
+        int64_t *other = from;
+        from = into, into = other;
+    }
+    if (from != order) memcpy(order, from, count * sizeof(int64_t));
+}
+
+enum { TILE_ROWS = 4, TILE = 32 };
+
+/* Multiplies matrices. left: [rows, inner]; right: [inner, columns]; out: [rows, columns] with any strides. */
+#define MULTIPLY(TYPE) \
+    static inline void multiply_##TYPE(const TYPE *left, const TYPE *right, TYPE *out, int64_t rows, int64_t inner, int64_t columns, \
+                                       int64_t row_stride, int64_t column_stride) { \
+        for (int64_t i0 = 0; i0 < rows; i0 += TILE_ROWS) \
+            for (int64_t j0 = 0; j0 < columns; j0 += TILE) { \
+                const int64_t height = rows - i0 < TILE_ROWS ? rows - i0 : TILE_ROWS, width = columns - j0 < TILE ? columns - j0 : TILE; \
+                TYPE sum[TILE_ROWS][TILE] = {{0}}; \
+                if (height == TILE_ROWS && width == TILE) { \
+                    for (int64_t k = 0; k < inner; k++) \
+                        for (int i = 0; i < TILE_ROWS; i++) \
+                            for (int j = 0; j < TILE; j++) sum[i][j] += left[(i0 + i) * inner + k] * right[k * columns + j0 + j]; \
+                } else { \
+                    for (int64_t k = 0; k < inner; k++) \
+                        for (int64_t i = 0; i < height; i++) \
+                            for (int64_t j = 0; j < width; j++) sum[i][j] += left[(i0 + i) * inner + k] * right[k * columns + j0 + j]; \
+                } \
+                for (int64_t i = 0; i < height; i++) \
+                    for (int64_t j = 0; j < width; j++) out[(i0 + i) * row_stride + (j0 + j) * column_stride] = sum[i][j]; \
+            } \
+    }
+MULTIPLY(float)
+MULTIPLY(double)
+
+PROGRAM_TEXTS_OF_POLICY

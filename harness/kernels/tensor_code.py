@@ -1,0 +1,254 @@
+"""Source code in C of a recorded program: a loop for each operation, over buffers whose sizes and strides are constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.kernels.expressions import NotTraceableError
+from kvbench.harness.kernels.tensor_forms import (
+    CHOICES,
+    COMPARISONS,
+    REDUCTIONS,
+    form_of,
+    is_supported,
+    literal,
+    reduction_of,
+    type_of,
+)
+from kvbench.harness.kernels.tensor_memory import aligned, inlined, placed
+from kvbench.harness.kernels.tensor_program import Operation, Recorder, address
+
+_MAX_CONSTANTS = 2**16  # numbers of one constant tensor
+_MAX_SCRATCH = 2**28  # bytes, for each thread
+
+
+class Source(NamedTuple):
+    """A program in C.
+
+    Attributes:
+        text: statements of a function with the variables `scratch` and those of the arrays.
+        scratch: size of the scratch memory, in bytes.
+        reads: names of the arrays that the program reads or changes.
+    """
+
+    text: str
+    scratch: int
+    reads: frozenset[str]
+
+
+def source_of(recorder: Recorder) -> Source:
+    """Return a recorded program in C.
+
+    Raises:
+        NotTraceableError: an operation can't be compiled.
+    """
+    for op in recorder.operations:
+        if not is_supported(op.name):
+            raise NotTraceableError(f"'{op.name}' of a tensor")
+    return _Writer(recorder).source()
+
+
+class _Writer:
+    def __init__(self, recorder: Recorder) -> None:
+        self._names, self._operations = recorder.names, recorder.operations
+        self._inlined = inlined(recorder)
+        self._offsets, self._scratch = placed(recorder, self._inlined)
+        self._local = 0  # bytes that a single operation needs beyond the results
+        self._lines: list[str] = []
+        self._reads: set[str] = set()
+        self._constants = 0
+        self._varies = recorder.varies
+
+    def source(self) -> Source:
+        for operation in self._operations:
+            if address(operation.outs[0]) not in self._inlined:
+                self._write(operation)
+        scratch = self._scratch + self._local
+        if scratch > _MAX_SCRATCH:
+            raise NotTraceableError(f"a policy that needs more than {_MAX_SCRATCH >> 20} MiB beside its statistics")
+        return Source("\n".join(self._lines), scratch, frozenset(self._reads))
+
+    def _write(self, op: Operation) -> None:
+        self._lines.append("{")
+        if op.name in REDUCTIONS:
+            self._reduce(op)
+        elif (special := _SPECIAL.get(op.name.removesuffix("_"))) is not None:
+            special(self, op)
+        else:
+            self._each(op.outs[0], self._elementwise(op))
+        self._lines.append("}")
+
+    # Elements, and loops over them.
+
+    def element(self, x: Any, index: Sequence[str], dtype: torch.dtype | None = None) -> str:
+        """Return an element of a tensor that broadcasts to `index`, or a number, converted to a dtype."""
+        if not isinstance(x, Tensor):
+            return literal(x, dtype or torch.get_default_dtype())
+        if (used := self._inlined.get(address(x))) is not None:
+            text = f"(({type_of(x.dtype)}){self._elementwise(used)(index[len(index) - x.dim() :])})"
+            return text if dtype in (None, x.dtype) else f"(({type_of(dtype)}){text})"
+        if not self._varies(x) and x.numel() and bool((x == (first := x.flatten()[0])).all()):
+            return literal(first.item(), dtype or x.dtype)
+        own = index[len(index) - x.dim() :]
+        terms = [f"{i} * {n}" for i, n, size in zip(own, x.stride(), x.shape, strict=True) if n and size > 1]
+        text = f"{self._pointer(x)}[{' + '.join([str(x.storage_offset()), *terms])}]"
+        return text if dtype in (None, x.dtype) else f"(({type_of(dtype)}){text})"
+
+    def _locals(self, **sizes: tuple[str, int]) -> str:
+        """Declare local arrays in the scratch memory, by name. sizes: type and length of each."""
+        text, first = "", 0
+        for name, (kind, length) in sizes.items():
+            text += f"{kind} *{name} = ({kind} *)(scratch + {self._scratch + first}); "
+            first += aligned(8 * length)
+        self._local = max(self._local, first)
+        return text
+
+    def _pointer(self, x: Tensor) -> str:
+        at, kind = address(x), type_of(x.dtype)
+        if not self._varies(x):
+            return self._constant(x)
+        if at in self._names:
+            self._reads.add(self._names[at])
+            return f"(({kind} *){self._names[at]})"
+        return f"(({kind} *)(scratch + {self._offsets[at]}))"
+
+    def _constant(self, x: Tensor) -> str:
+        """Declare a constant array. Constants are contiguous copies."""
+        span = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+        if span > _MAX_CONSTANTS:
+            raise NotTraceableError(f"a constant of more than {_MAX_CONSTANTS} numbers")
+        name = f"constant{self._constants}"
+        self._constants += 1
+        numbers = ", ".join(literal(v, x.dtype) for v in x.as_strided((span,), (1,), 0).tolist())
+        self._lines.append(f"static const {type_of(x.dtype)} {name}[] = {{{numbers}}};")
+        return name
+
+    def loops(self, sizes: Sequence[tuple[str, int]], body: str, independent: bool = True) -> None:
+        """Write nested loops. sizes: names and lengths of the indices, the innermost last."""
+        loops = [f"for (int64_t {name} = 0; {name} < {size}; {name}++)" for name, size in sizes if size != 1]
+        self._lines += [f"const int64_t {name} = 0; (void){name};" for name, size in sizes if size == 1]
+        if loops and independent:
+            loops.insert(len(loops) - 1, "#pragma GCC ivdep")
+        self._lines += [*loops, f"{{ {body} }}"]
+
+    def _each(self, out: Tensor, value: Callable[[Sequence[str]], str]) -> None:
+        """Set every element of a tensor."""
+        index = [f"i{d}" for d in range(out.dim())]
+        text = f"{self.element(out, index)} = {value(index)};"
+        self.loops(_by_stride(out, index), text)
+
+    def _elementwise(self, op: Operation) -> Callable[[Sequence[str]], str]:
+        """Return the expression of an elementwise operation at an index."""
+        args, name, kind = op.args, op.name.removesuffix("_"), op.outs[0].dtype
+        if name in COMPARISONS:
+            common = torch.result_type(args[0], args[1])
+            return lambda i: f"({self.element(args[0], i, common)} {COMPARISONS[name]} {self.element(args[1], i, common)})"
+        if name in CHOICES:
+            mask, x, other = args if name == "where" else (args[1], args[2], args[0])
+            return lambda i: f"({self.element(mask, i)} ? {self.element(x, i, kind)} : {self.element(other, i, kind)})"
+        form, operands = form_of(name, args, op.kwargs, kind), [x for x in args if isinstance(x, (Tensor, int, float))]
+        return lambda i: form.format(*(self.element(x, i, kind) for x in operands))
+
+    def _reduce(self, op: Operation) -> None:
+        """Reduce a tensor over some of its axes, in the order in which it is stored."""
+        x, out, kind = op.args[0], op.outs[0], op.outs[0].dtype
+        given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+        dims = {d % max(1, x.dim()) for d in ([given] if isinstance(given, int) else given or range(x.dim()))}
+        index = [f"i{d}" for d in range(x.dim())]
+        kept = [i for d, i in enumerate(index) if d not in dims]
+        if out.dim() == x.dim():
+            kept = ["0" if d in dims else i for d, i in enumerate(index)]
+        identity, form = reduction_of(op.name, kind)
+        self._lines.append("{")
+        self._each(out, lambda _: identity)
+        self._lines.append("}")
+        target, order = self.element(out, kept), _by_stride(x, index)
+        inner = int(order[-1][0][1:]) if order else -1
+        if inner not in dims:
+            self.loops(order, f"{target} = {form.format(target, self.element(x, index, kind))};")
+            return
+        name, size = order[-1]
+        body = f"{type_of(kind)} total = {identity}; for (int64_t {name} = 0; {name} < {size}; {name}++) "
+        body += f"total = {form.format('total', self.element(x, index, kind))}; {target} = {form.format(target, 'total')};"
+        self.loops(order[:-1], body, independent=False)
+
+    def sort(self, op: Operation) -> None:
+        """Sort along one axis, stably."""
+        x, (values, places) = op.args[0], op.outs
+        dim = op.kwargs.get("dim", next((a for a in op.args[1:] if type(a) is int), -1)) % x.dim()
+        descending = op.kwargs.get("descending", next((a for a in reversed(op.args[1:]) if type(a) is bool), False))
+        index, n = [f"i{d}" for d in range(x.dim())], x.shape[dim]
+        moved = [*index[:dim], "order[j]", *index[dim + 1 :]]
+        at_j = [*index[:dim], "j", *index[dim + 1 :]]
+        body = self._locals(order=("int64_t", 2 * n), key=("double", n)) + f"for (int64_t j = 0; j < {n}; j++) "
+        body += f"key[j] = {'-' * descending}{self.element(x, at_j, torch.float64)}; sort_order(key, order, {n}); "
+        body += f"for (int64_t j = 0; j < {n}; j++) {{ {self.element(values, at_j)} = {self.element(x, moved)}; "
+        body += f"{self.element(places, at_j)} = order[j]; }}"
+        self.loops([(i, size) for d, (i, size) in enumerate(zip(index, x.shape, strict=True)) if d != dim], body, False)
+
+    def gather(self, op: Operation) -> None:
+        """Read elements, or whole slices, at indices along one axis."""
+        x, dim, places = op.args[0], op.args[1] % op.args[0].dim(), op.args[2]
+
+        def value(index: Sequence[str]) -> str:
+            at = index if op.name == "gather" else [index[dim]]
+            return self.element(x, [*index[:dim], f"within({self.element(places, at)}, {x.shape[dim]})", *index[dim + 1 :]])
+
+        self._each(op.outs[0], value)
+
+    def scatter(self, op: Operation) -> None:
+        """Write elements to indices along one axis."""
+        x, dim, places, source = op.args[0], op.args[1] % op.args[0].dim(), op.args[2], op.args[3]
+        out = op.outs[0]
+        if not op.name.endswith("_"):
+            self._lines.append("{")
+            self._each(out, lambda index: self.element(x, index))
+            self._lines.append("}")
+        index = [f"i{d}" for d in range(places.dim())]
+        moved = [*index[:dim], f"within({self.element(places, index)}, {x.shape[dim]})", *index[dim + 1 :]]
+        sign = "+=" if op.name.startswith("scatter_add") else "="
+        text = f"{self.element(out, moved)} {sign} {self.element(source, index, out.dtype)};"
+        self.loops(list(zip(index, places.shape, strict=True)), text, independent=False)
+
+    def cumsum(self, op: Operation) -> None:
+        """Sum up along one axis."""
+        x, dim, out = op.args[0], op.args[1] % op.args[0].dim(), op.outs[0]
+        index = [f"i{d}" for d in range(x.dim())]
+        outer = [(i, n) for d, (i, n) in enumerate(zip(index, x.shape, strict=True)) if d != dim]
+        body = f"{type_of(out.dtype)} total = 0; for (int64_t i{dim} = 0; i{dim} < {x.shape[dim]}; i{dim}++) "
+        body += f"{{ total += {self.element(x, index, out.dtype)}; {self.element(out, index)} = total; }}"
+        self.loops(outer, body, independent=False)
+
+    def product(self, op: Operation) -> None:
+        """Multiply matrices, by `multiply` in program.h."""
+        a, b, out = *op.args, op.outs[0]
+        (size, rows, inner), columns, kind = a.shape, b.shape[2], type_of(out.dtype)
+        body = self._locals(left=(kind, rows * inner), right=(kind, inner * columns))
+        for name, x, (first, second) in (("left", a, "ik"), ("right", b, "kj")):
+            sizes = [(first, x.shape[1]), (second, x.shape[2])]
+            loops = " ".join(f"for (int64_t {i} = 0; {i} < {n}; {i}++)" for i, n in sizes)
+            body += f"{loops} {name}[{first} * {x.shape[2]} + {second}] = {self.element(x, ['n', first, second])};\n"
+        target = self.element(out, ["n", "0", "0"])
+        body += f"multiply_{kind}(left, right, &{target}, {rows}, {inner}, {columns}, {out.stride(1)}, {out.stride(2)});"
+        self.loops([("n", size)], body, independent=False)
+
+
+_SPECIAL: dict[str, Callable[[_Writer, Operation], None]] = {
+    "bmm": _Writer.product,
+    "cumsum": _Writer.cumsum,
+    "gather": _Writer.gather,
+    "index_select": _Writer.gather,
+    "scatter": _Writer.scatter,
+    "scatter_add": _Writer.scatter,
+    "sort": _Writer.sort,
+}
+
+
+def _by_stride(x: Tensor, index: Sequence[str]) -> list[tuple[str, int]]:
+    """Return names and lengths of a tensor's indices, in the order in which it is stored."""
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+    return [(index[d], x.shape[d]) for d in order]

@@ -1,0 +1,89 @@
+"""Where the results of a recorded program are: inlined in the operation that uses them, or at an offset of the scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from kvbench.harness.kernels.tensor_forms import ELEMENTWISE, REDUCTIONS
+from kvbench.harness.kernels.tensor_program import Operation, Recorder, address
+
+ALIGNMENT = 64  # bytes
+
+
+def aligned(size: int) -> int:
+    """Round a number of bytes up."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def inlined(recorder: Recorder) -> dict[int, Operation]:
+    """Return the operations that are computed where their result is used, by its address.
+
+    They are elementwise, and the result is used once, as a whole, by an elementwise operation of its shape or by a reduction,
+    before anything is changed in place. An operation in place reads every element just before it changes that element.
+    """
+    operations = recorder.operations
+    found: dict[int, Operation] = {}
+    reads: dict[int, list[Tensor]] = {}  # of an inlined operation, with those of what is inlined in it
+    uses: dict[int, list[int]] = {}
+    for i, op in enumerate(operations):
+        for x in _operands(op):
+            uses.setdefault(address(x), []).append(i)
+    for i, op in enumerate(operations):
+        out, users = op.outs[0], uses.get(address(op.outs[0]), [])
+        if op.name not in ELEMENTWISE or address(out) in recorder.names or len(users) != 1:
+            continue
+        user = operations[users[0]]
+        same_shape = user.name.removesuffix("_") in ELEMENTWISE and user.outs[0].shape == out.shape
+        unchanged = not any(x.name.endswith("_") for x in operations[i : users[0]])
+        read = [y for x in _operands(op) for y in reads.get(address(x), [x])]
+        if user.name.endswith("_"):
+            unchanged &= all(address(x) != address(user.outs[0]) or _alike(x, user.outs[0]) for x in read)
+        if unchanged and (same_shape or user.name in REDUCTIONS) and any(x is out for x in _operands(user)):
+            found[address(out)], reads[address(out)] = op, read
+    return found
+
+
+def placed(recorder: Recorder, within: Mapping[int, Operation]) -> tuple[dict[int, int], int]:
+    """Return the offset of every result in the scratch memory, by its address, and the size of that memory in bytes.
+
+    Memory is used again after the last use of what was in it. within: inlined operations, by address.
+    """
+    last: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    read_by: dict[int, list[Tensor]] = {}  # what an inlined operation reads is read by its user
+    for i, op in enumerate(recorder.operations):
+        read = [y for x in _operands(op) for y in read_by.get(address(x), [x]) if recorder.varies(y)]
+        if address(op.outs[0]) in within:
+            read_by[address(op.outs[0])] = read
+            continue
+        for x in (*op.outs, *read):
+            if address(x) not in recorder.names:
+                last[address(x)], sizes[address(x)] = i, aligned(x.untyped_storage().nbytes())
+    offsets: dict[int, int] = {}
+    free: list[tuple[int, int]] = []  # size and offset of memory that may be used again
+    end = 0
+    for i, op in enumerate(recorder.operations):
+        for at in (address(x) for x in op.outs):
+            if at in offsets or at not in sizes or at in within:
+                continue
+            fitting = min((part for part in free if part[0] >= sizes[at]), default=None)
+            if fitting is None:
+                offsets[at], end = end, end + sizes[at]
+                continue
+            free.remove(fitting)
+            offsets[at] = fitting[1]
+            if fitting[0] > sizes[at]:
+                free.append((fitting[0] - sizes[at], fitting[1] + sizes[at]))
+        free += [(sizes[at], offsets[at]) for at, use in last.items() if use == i and at in offsets]
+    return offsets, end
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    """Return whether two views of one storage have every element at the same place."""
+    return (x.shape, x.stride(), x.storage_offset()) == (y.shape, y.stride(), y.storage_offset())
+
+
+def _operands(op: Operation) -> list[Tensor]:
+    return [x for x in op.args if isinstance(x, Tensor)]
