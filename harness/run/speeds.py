@@ -131,9 +131,13 @@ class Speeds:
 
     @torch.inference_mode()
     def _tried(self, config: CacheConfig, streams: int, tokens: int) -> Rates:
-        read, dense = (self._filled(one, streams, tokens) for one in (config, _DENSE))
-        device = self._model.device
+        device, side_by_side = self._model.device, streams
+        read = stepped = self._filled(config, streams, tokens)
         count = max(4, _SHORT_TOKENS // streams, min(_MOST_SHORT_TOKENS, at_once(config.evict)))
+        if config.capacity is not None and all("compiled walk" in walk.offers for walk in read.walks):
+            streams, count = 1, _MOST_SHORT_TOKENS  # it copies the cache once per block, which only a long block repays
+            read = self._filled(config, streams, tokens)
+        dense = self._filled(_DENSE, streams, tokens)
         while True:
             ids = torch.zeros(streams, count, dtype=torch.int64, device=device)
             warm, _ = (seconds_of(partial(decoder, ids), device) for decoder in (read, dense))
@@ -142,7 +146,8 @@ class Speeds:
             count = min(_MOST_SHORT_TOKENS, 4 * count)
         rounds = [[seconds_of(partial(decoder, ids), device) for decoder in (read, dense)] for _ in range(self._rounds(warm))]
         ours, full = (median(times) for times in zip(*rounds, strict=True))
-        steps = [seconds_of(partial(read, ids[:, :1]), device) for _ in range(1 + self._rounds(warm))]
+        one = ids.new_zeros(side_by_side, 1)
+        steps = [seconds_of(partial(stepped, one), device) for _ in range(1 + self._rounds(warm))]
         return Rates(max(0.0, ours - full) / ids.numel(), median(steps))
 
     @staticmethod
