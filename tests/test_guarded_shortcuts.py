@@ -24,11 +24,11 @@ from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, flex_bloc
 from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
+from kvbench.policies.expected_attention import ExpectedAttention
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
-from kvbench.policies.tova import Tova
 
 DIFFERS = "its attention differs from the plain walk's"
 OTHERS = "% of the tokens it evicts are others than the plain walk's"
@@ -203,10 +203,10 @@ def worst_kept(plain, kernel, slots, rows, *rest):
     ids=["attention", "evicted tokens", "no fault"],
 )
 def test_blocks_by_kernels_of_a_step(monkeypatch, kernel, fault, why):
-    """Uses a policy that compares heads, whose importance PyTorch computes."""
+    """Uses a policy that rotates queries to come, whose importance PyTorch computes."""
     if kernel:
         wrapped(monkeypatch, kernel, "__call__", fault)
-    found = fast_method(model_of("llama"), CacheConfig(Tova(), 20))
+    found = fast_method(model_of("llama"), CacheConfig(ExpectedAttention(horizon=16), 20))
     assert found.blocks == ("walk" if kernel else "compiled steps")
     assert found.method.walk_steps == found.method.step_kernel == (kernel is None)
     assert ("compiled steps: " in found.refused) == bool(kernel)
