@@ -26,6 +26,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies.expected_attention import ExpectedAttention
 from kvbench.policies.h2o import H2O
+from kvbench.policies.leverage import Leverage
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
@@ -194,21 +195,24 @@ def worst_kept(plain, kernel, slots, rows, *rest):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("kernel", "fault", "why"),
+    ("policy", "kernel", "fault", "why"),
     [
-        (cpu.CpuStepKernel, lambda plain, *args: 1.01 * plain(*args), DIFFERS),
-        (cpu.CpuReleaseKernel, worst_kept, OTHERS),
-        (None, None, ""),
+        (Leverage(), cpu.CpuStepKernel, lambda plain, *args: 1.01 * plain(*args), DIFFERS),
+        (ExpectedAttention(horizon=16), cpu.CpuStepKernel, lambda plain, *args: 1.01 * plain(*args), DIFFERS),
+        (Leverage(), cpu.CpuReleaseKernel, worst_kept, OTHERS),
+        (Leverage(), None, None, ""),
+        (ExpectedAttention(horizon=16), None, None, ""),
     ],
-    ids=["attention", "evicted tokens", "no fault"],
+    ids=["attention", "attention with queries", "evicted tokens", "no fault", "no fault with queries"],
 )
-def test_blocks_by_kernels_of_a_step(monkeypatch, kernel, fault, why):
-    """Uses a policy that rotates queries to come, whose importance PyTorch computes."""
+def test_blocks_by_kernels_of_a_step(monkeypatch, policy, kernel, fault, why):
+    """Uses policies whose importance PyTorch computes. Single tokens of one that sees queries are read plainly."""
     if kernel:
         wrapped(monkeypatch, kernel, "__call__", fault)
-    found = fast_method(model_of("llama"), CacheConfig(ExpectedAttention(horizon=16), 20))
+    found = fast_method(model_of("llama"), CacheConfig(policy, 20))
     assert found.blocks == ("walk" if kernel else "compiled steps")
-    assert found.method.walk_steps == found.method.step_kernel == (kernel is None)
+    assert found.method.walk_steps == (kernel is None)
+    assert found.method.step_kernel == (kernel is None and isinstance(policy, Leverage))
     assert ("compiled steps: " in found.refused) == bool(kernel)
     assert why in found.refused
 

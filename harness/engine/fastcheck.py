@@ -22,7 +22,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.trial import MethodCheck, Trial, blocks_by
+from kvbench.harness.engine.trial import BLOCK_METHODS, MethodCheck, Trial, blocks_by
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 
@@ -92,7 +92,7 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     blocks, by_kernel = blocks_by(fast), "step kernel" in fast.offers
     lost = next((w.lost for w in fast.walks if w.lost), "")
     because = next((w.plain_because for w in fast.walks if w.plain_because), "")
-    is_fast = by_kernel or fast.graphs is not None or not fast.offers.isdisjoint(("closed form", "compiled walk"))
+    is_fast = by_kernel or fast.graphs is not None or not fast.offers.isdisjoint(BLOCK_METHODS)
     fastest = replace(FASTEST, fused=fused and fast.graphs is not None)
     step_ladder = _step_ladder(by_kernel, fast.graphs is not None, fastest.fused)
     block_ladder = _block_ladder(model, config, fast) if config.policy.evicts else []

@@ -43,6 +43,7 @@ _OTHER_VICTIMS, _OTHER_VICTIMS_16_BITS = 0.02, 0.25  # shares; rounding was meas
 TIMED_DEVICES = {"cuda"}  # on a CPU a kernel is always the faster one (docs/performance.md)
 _TIMED_BLOCK_TOKENS = 64
 _TIMED_BLOCKS = 3
+BLOCK_METHODS = "closed form", "compiled walk", "compiled steps"  # the fastest first
 _CLEARLY = 3  # a method that is this many times faster needs one pair of blocks
 _ROOM_TOKENS = 32  # free slots of a randomly filled cache when the first block comes
 _CACHES_PER_FREE_MEMORY = 8  # two caches, and perhaps one in 64 bits, take at most half of the memory
@@ -336,4 +337,4 @@ def blocks_by(read: CachedDecoder) -> str:
     """Return the method by which a decoder reads blocks, as in `FastCheck.blocks`."""
     if not read.config.policy.evicts:
         return "closed form"
-    return next((name for name in ("closed form", "compiled walk", "compiled steps") if name in read.offers), "walk")
+    return next((name for name in BLOCK_METHODS if name in read.offers), "walk")
