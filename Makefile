@@ -65,6 +65,8 @@ microbench: .venv/ready  ## the inner pieces, and a decode step beside Hugging F
 
 peers: .cache/peers/ready  ## our policies beside kvpress' presses, and what else needs kvpress: docs/comparison.md
 	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider -W default tests/test_presses.py tests/test_kvpress.py
+	PYTHONPATH=. OMP_NUM_THREADS=1 .cache/peers/bin/python tests/peers/audits.py > docs/data/audits.new
+	mv docs/data/audits.new docs/data/audits.jsonl
 
 peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same work
 	cd tests/benchmarks && OMP_NUM_THREADS=1 PYTHONPATH=../.. ../../.cache/peers/bin/python peers_speed.py

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -119,6 +121,19 @@ def checks() -> str:
 
     rows = [f"| `{rule.name}` | {rule.question} | {rule.usually} |" for rule in RULES]
     return "\n".join(["| check | passes if | a failure usually means |", "|---|---|---|", *rows])
+
+
+def audits() -> str:
+    """Return a table of the published audits, from the lines that `make peers` wrote."""
+    rows = [json.loads(line) for line in (Path(__file__).parent / "data/audits.jsonl").read_text().splitlines()]
+    versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
+    lines = [f"{versions}:", "", "| cache | checks that fail | evidence |", "|---|---|---|"]
+    for row in rows:
+        inner = [part.removeprefix("base_press=") for part in row["settings"] if part.startswith("base_press=")]
+        names = ", ".join(f"`{entry['check']}`" for entry in row["failed"]) or "none"
+        evidence = "; ".join(entry["evidence"] for entry in row["failed"])
+        lines.append(f"| `{row['target']}`{' of `' + inner[0] + '`' if inner else ''} | {names} | {evidence} |")
+    return "\n".join(lines)
 
 
 def policies() -> str:

@@ -152,6 +152,11 @@ def test_a_page_needs_no_other_file_and_shows_every_check():
     assert sorted(kept.position[last & (kept.layer == 1) & (kept.head == 0)]) == list(range(49, 64))
 
 
+def test_sinks_are_not_demanded_of_layers_with_a_window():
+    only = [rule.name for rule in RULES if rule.name not in ("reads", "sinks")]
+    assert kvbench.audit("sink_window", model("gemma3_text"), budget=BUDGET + 8, sinks=4, skip=only).ok
+
+
 def test_an_exception_is_a_fault_and_other_checks_do_not_apply():
     class Raises(wrong_caches.Window):
         def update(self, keys, values, *args, **kwargs):

@@ -2,7 +2,7 @@
 
 Only the public interface of a cache is used. Keys and values are recorded as they enter and leave `update`. A returned row holds
 the token whose value it equals. The rotation between the returned key and the key as it entered is the distance by which the
-cache moved the token. The mask is recorded by an attention function that passes its arguments on to transformers' own.
+cache moved the token. The mask is recorded where the model calls transformers' attention function.
 
 Axis letters: H KV heads, N tokens read, S rows that `update` returned, T tokens of a block, D head dim, R rows, P pairs of dims.
 """
@@ -10,7 +10,7 @@ Axis letters: H KV heads, N tokens read, S rows that `update` returned, T tokens
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.harness.engine.rotary import Rotation
@@ -30,8 +29,6 @@ UNKNOWN = -1  # token of a row that equals none of the tokens read
 UNPLACED = -(10**9)  # position of a key that is no rotation of its token's key
 _ROUNDED = 0.02  # relative difference up to which a key was not rotated
 _UNLIKE = 0.5  # relative difference from which a row is another token's; quantized rows differ by less
-
-NAMES = {"sdpa": "kv_bench_audit", "eager": "kv_bench_audit_eager"}  # of our functions in transformers' registry
 
 
 @dataclass(frozen=True)
@@ -161,22 +158,22 @@ def _visible(mask: Tensor | None, count: int, rows: int) -> Tensor:
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
-def _recording(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function that shows its arguments to the recorder, and computes as `compute(module)`."""
+@contextmanager
+def attention_shown(name: str) -> Iterator[None]:
+    """Show the arguments of transformers' attention function of this name, `sdpa` or `eager`, to recorders in this context."""
+    before = ALL_ATTENTION_FUNCTIONS.get(name)
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    def shown(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         recorder = _RECORDER.get()
         if recorder is not None:
             recorder.see(module.layer_idx, key, value, mask, kwargs.get("sliding_window"), query.shape[2])
-        return compute(module)(module, query, key, value, mask, *args, **kwargs)
+        compute = before or sys.modules[type(module).__module__].eager_attention_forward  # each family has its own
+        return compute(module, query, key, value, mask, *args, **kwargs)
 
-    return attention
-
-
-# Looked up at every call, because kvpress replaces functions of transformers.
-AttentionInterface.register(NAMES["sdpa"], _recording(lambda _: ALL_ATTENTION_FUNCTIONS["sdpa"]))
-AttentionInterface.register(
-    NAMES["eager"], _recording(lambda module: sys.modules[type(module).__module__].eager_attention_forward)
-)
-AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
-AttentionMaskInterface.register(NAMES["eager"], eager_mask)
+    ALL_ATTENTION_FUNCTIONS[name] = shown
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
+            ALL_ATTENTION_FUNCTIONS[name] = before

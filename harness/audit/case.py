@@ -19,6 +19,7 @@ from kvbench.harness.engine.comparison import rounding_of
 from kvbench.harness.engine.foreign import longest
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.run.generate import Cache as PolicyCache
 
 Verdict = Literal["pass", "fail", "not applicable"]
@@ -56,10 +57,10 @@ class Case:
 
     Attributes:
         subject: cache under test.
-        hf: model in evaluation mode, with the attention of `attended.NAMES`.
+        hf: model in evaluation mode, in the context of `attention_shown`.
         like: policy of ours that should hold the same tokens; None to compare with none.
         tokenizer: tokenizer of the model; None for random weights.
-        rotations: RoPE of every layer; empty if it can't be measured.
+        shapes: RoPE and sliding window of every layer; empty if they can't be measured.
         length: tokens of the longest text that is read.
     """
 
@@ -70,7 +71,7 @@ class Case:
             UserError: the vocabulary has too few tokens to tell all of a text apart.
         """
         self.subject, self.hf, self.like, self.tokenizer = subject, hf, like, tokenizer
-        self.rotations = _rotations(hf)
+        self.shapes = _shapes(hf)
         self.length = _TOKENS if subject.budget is None else 2 * subject.budget + _PAST_FULL
         self.vocabulary = int(hf.config.get_text_config().vocab_size)
         self.length = int(min(self.length, _longest(subject, hf)))
@@ -80,13 +81,22 @@ class Case:
                 "give a smaller budget"
             )
 
+    @property
+    def rotations(self) -> list[Rotation | None]:
+        """RoPE of every layer; empty if it can't be measured."""
+        return [shape.rotation for shape in self.shapes]
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the model gives a layer a sliding window."""
+        return bool(self.shapes) and self.shapes[layer].sliding_window is not None
+
     def text(self, rows: int = 1) -> Tensor:
         """Return texts of distinct tokens. [rows, length] int64."""
         generator = torch.Generator().manual_seed(0)
         texts = [torch.randperm(self.vocabulary, generator=generator)[: self.length] for _ in range(rows)]
         return torch.stack(texts).to(self.hf.device)
 
-    def trace(self, blocks: Iterable[int], *, explicit: bool = False, hf: PreTrainedModel | None = None) -> Trace:
+    def trace(self, blocks: Iterable[int], *, explicit: bool | None = None, hf: PreTrainedModel | None = None) -> Trace:
         """Read the text in blocks with a new cache, with PyTorch's generator seeded by 0."""
         torch.manual_seed(0)
         return trace(self.subject, hf or self.hf, self.text(), blocks, self.rotations, explicit)
@@ -115,8 +125,13 @@ class Case:
 
     @cached_property
     def decode(self) -> Trace:
-        """Trace of a prompt and single tokens, the model asking the cache for its length."""
+        """Trace of a prompt and single tokens. Positions are passed for presses only, as kvpress' pipeline does."""
         return self.trace(self.steps(self.prompt))
+
+    @cached_property
+    def asking(self) -> Trace:
+        """Trace in which the model asks the cache for its length; `decode`, except for presses."""
+        return self.decode if self.subject.press is None else self.trace(self.shortened, explicit=False)
 
     @cached_property
     def known(self) -> list[str]:
@@ -160,9 +175,9 @@ class Case:
         return "" if lost is None else f"at step {lost.first} it holds {lost.mean_held:g} tokens, not {held[lost.first]:g}"
 
 
-def _rotations(hf: PreTrainedModel) -> list[Rotation | None]:
+def _shapes(hf: PreTrainedModel) -> list[LayerShape]:
     try:
-        return [shape.rotation for shape in adopt(hf, shared=True).layers]
+        return adopt(hf, shared=True).layers
     except UnsupportedModelError:
         return []
 

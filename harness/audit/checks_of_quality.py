@@ -65,12 +65,12 @@ def perplexity(case: Case) -> Outcome:
     text = case.tokenizer(Prose(0).text(_BYTES_A_TOKEN * case.length), return_tensors="pt")["input_ids"][:, : case.length]
     ids = text.to(case.hf.device)
     full = _nll(case.hf(input_ids=ids, use_cache=False).logits[0].float(), ids)
-    passed_on, asked = (_nll(_read(case, ids, explicit), ids) for explicit in (True, False))
+    from_stream, from_length = (_nll(_read(case, ids, explicit), ids) for explicit in (True, False))
     figures = [
-        f"{value.exp():.2f} {name}" for value, name in ((full, "with full attention"), (passed_on, "with positions passed"))
+        f"{value.exp():.2f} {name}" for value, name in ((full, "with full attention"), (from_stream, "with positions passed"))
     ]
-    evidence = f"{', '.join(figures)}, {asked.exp():.2f} with those of get_seq_length"
-    return failed(evidence) if abs(float(passed_on - asked)) > _COST else passed(evidence)
+    evidence = f"{', '.join(figures)}, {from_length.exp():.2f} with those of get_seq_length"
+    return failed(evidence) if abs(float(from_stream - from_length)) > _COST else passed(evidence)
 
 
 def _read(case: Case, ids: Tensor, explicit: bool) -> Tensor:

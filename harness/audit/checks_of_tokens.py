@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from kvbench.harness.audit.attended import UNKNOWN
 from kvbench.harness.audit.case import Case, Outcome, check, failed, passed, skipped
-from kvbench.harness.audit.trace import FAULTS, Pass, Trace, placement
+from kvbench.harness.audit.trace import FAULTS, Pass, placement
 
 _MOST_ALLOCATED = 1.5  # bytes allocated, relative to those of the tokens held
 
@@ -77,10 +77,10 @@ def sinks(case: Case) -> Outcome:
     evicted, wanted = case.decode.first_eviction, case.subject.sinks
     if evicted is None:
         return skipped("nothing is evicted")
-    count = wanted or _sinks_kept(case.decode)
+    count = wanted or _sinks_kept(case)
     for p in case.decode.passes if count else ():
         for layer, heads in enumerate(p.held):
-            missing = {*range(min(count, p.first))} - {*heads[0]} if heads and not _has_window(p, layer) else ()
+            missing = {*range(min(count, p.first))} - set.intersection(*map(set, heads)) if not case.has_window(layer) else ()
             if missing:
                 return failed(f"at step {p.first}, layer {layer}: token {min(missing)} of the first {count} is no longer held")
     if count:
@@ -110,7 +110,7 @@ def length(case: Case) -> Outcome:
     if wrong is None:
         return passed(f"{case.decode.passes[-1].length} after {case.decode.passes[-1].end} tokens")
     text = f"get_seq_length says {wrong.length} after {wrong.end} tokens"
-    if not case.is_ours and placement(case.decode) == ("rank", "") and case.decode.first_eviction is not None:
+    if not case.is_ours and placement(case.asking) == ("rank", "") and case.decode.first_eviction is not None:
         return passed(f"{text}: keys are placed by rank, among the rows held")
     return failed(text)
 
@@ -126,16 +126,15 @@ def positions(case: Case) -> Outcome:
         return skipped("the decoder of a policy places keys: positions 'stream'")
     if not case.rotations:
         return skipped("RoPE of this model can't be measured")
-    drivers = [("with positions of `generate`", case.trace(case.shortened, explicit=True))]
-    if case.subject.press is None:  # kvpress' pipeline passes positions
-        drivers.insert(0, ("called directly", case.decode))
-    modes = []
-    for driver, of in drivers:
+    passed_on = case.decode if case.subject.press is not None else case.trace(case.shortened, explicit=True)
+    drivers = {"called directly": case.asking, "with positions of `generate`": passed_on}
+    modes, faults = [], []
+    for driver, of in drivers.items():
         mode, fault = placement(of)
-        if fault or of.error:
-            return failed(f"{driver}, {of.error or fault}")
-        modes.append("at their positions in the stream" if mode == "stream" else "at their ranks")
-    return passed(f"keys are {modes[0]}")
+        faults += [f"{driver}, {of.error or fault}"] if of.error or fault else []
+        modes += [] if of.error or fault else [f"at their {'ranks' if mode == 'rank' else 'positions in the stream'}"]
+    is_enough = modes if case.subject.press is not None else not faults  # who runs a press chooses the positions
+    return passed(f"keys are {modes[0]}") if is_enough else failed(faults[0])
 
 
 @check("Two runs with one seed are equal.", "randomness that `torch.manual_seed` does not control, such as a seed from the clock")
@@ -163,15 +162,11 @@ def _after_prompt(case: Case) -> list[Pass]:
     return case.decode.passes[1:2] if press is not None and press.cuts_prompts else case.decode.passes
 
 
-def _has_window(p: Pass, layer: int) -> bool:
-    return bool(p.reads) and p.reads[layer].window is not None
-
-
-def _sinks_kept(of: Trace) -> int:
+def _sinks_kept(case: Case) -> int:
     """Return how many first tokens survive the first eviction, if all heads of layers without a window hold equal tokens."""
     counts = []
-    for p in of.passes:
-        heads = [head for layer, heads in enumerate(p.held) for head in heads if not _has_window(p, layer)]
+    for p in case.decode.passes:
+        heads = [head for layer, heads in enumerate(p.held) for head in heads if not case.has_window(layer)]
         if not heads or any(head != heads[0] for head in heads):
             return 0
         gap = next((t for t, held in enumerate(heads[0]) if t != held), None)

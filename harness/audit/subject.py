@@ -37,6 +37,7 @@ class Subject:
         budget: tokens that a KV head should keep between steps; None if unknown.
         sinks: number of first tokens that should always be held.
         press: press whose hooks evict from the cache; None for a cache that evicts by itself.
+        attention: attention function that the cache needs, `sdpa` or `eager`; None for the usual one.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Subject:
     budget: int | None = None
     sinks: int = 0
     press: Press | None = None
+    attention: str | None = None
 
 
 def subject_of(target: str, settings: Sequence[str], budget: int | None, sinks: int) -> Subject:
@@ -69,7 +71,7 @@ def subject_of_policy(name: str, policy: Policy, budget: int | None, sinks: int 
     """
     if isinstance(policy, Contestant):
         press = policy if isinstance(policy, Press) else None
-        return Subject(name, lambda hf: policy.new_cache(hf.config), budget or policy.holds, sinks, press)
+        return Subject(name, lambda hf: policy.new_cache(hf.config), budget or policy.holds, sinks, press, policy.attention)
     if not policy.caches:
         raise UserError(f"{name} keeps no cache: it reads its window again for every token")
     if not policy.evicts and budget is not None:
@@ -99,13 +101,15 @@ class Reader:
         tokens: number of tokens read of each text.
     """
 
-    def __init__(self, subject: Subject, hf: PreTrainedModel, explicit: bool = False) -> None:
+    def __init__(self, subject: Subject, hf: PreTrainedModel, explicit: bool | None = None) -> None:
         """Create the cache.
 
         Args:
-            explicit: pass positions to the model, as `generate` does. Otherwise the model asks the cache for its length.
+            explicit: pass positions to the model, as `generate` does. Otherwise the model asks the cache for its length. When
+                None, positions are passed for presses only, as kvpress' pipeline does.
         """
-        self._subject, self._hf, self._explicit = subject, hf, explicit or subject.press is not None
+        self._subject, self._hf = subject, hf
+        self._explicit = subject.press is not None if explicit is None else explicit
         self.cache = subject.new_cache(hf)
         self.tokens = 0
         self._hooks = None if subject.press is None else Hooks(subject.press)

@@ -67,7 +67,6 @@ class Trace:
     Attributes:
         logits: logits of all tokens read. [N, V] float32.
         token_bytes: bytes of the keys and values of one token, over all layers.
-        dtype: dtype of the keys that the model gave.
         error: description of the exception that ended the trace; empty if none did.
     """
 
@@ -93,14 +92,14 @@ def trace(
     ids: Tensor,
     blocks: Iterable[int],
     rotations: list[Rotation | None],
-    explicit: bool = False,
+    explicit: bool | None = None,
 ) -> Trace:
     """Read a text in blocks with a new cache, and record what every layer attends to. An exception ends the trace.
 
     Args:
         ids: distinct tokens, by which rows are told apart. [1, N] int64.
         rotations: RoPE of every layer; empty if unknown.
-        explicit: pass positions to the model, as `generate` does.
+        explicit: pass positions to the model, as `generate` does; for presses only when None.
     """
     result, recorder, logits = Trace(), Recorder(rotations), []
     try:
