@@ -74,15 +74,15 @@ def rows(case: Case) -> Outcome:
 @check("The first tokens stay, if they are sinks.", "indices in the text are used as indices in the cache")
 def sinks(case: Case) -> Outcome:
     """Check that first tokens which survive the first eviction by position survive the later ones."""
-    evicted, wanted = case.decode.first_eviction, case.subject.sinks
-    if evicted is None:
+    if case.decode.first_eviction is None:
         return skipped("nothing is evicted")
-    count = wanted or _sinks_kept(case)
+    count = case.subject.sinks or _sinks_kept(case)
     for p in case.decode.passes if count else ():
         for layer, heads in enumerate(p.held):
-            missing = {*range(min(count, p.first))} - set.intersection(*map(set, heads)) if not case.has_window(layer) else ()
-            if missing:
-                return failed(f"at step {p.first}, layer {layer}: token {min(missing)} of the first {count} is no longer held")
+            wanted = range(0 if case.has_window(layer) else min(count, p.first))
+            missing = next((token for token in wanted if not all(token in head for head in heads)), None)
+            if missing is not None:
+                return failed(f"at step {p.first}, layer {layer}: token {missing} of the first {count} is no longer held")
     if count:
         return passed(f"the first {count} tokens are held at every step")
     ends = [0 in head for layer in case.decode.passes[-1].held for head in layer]
