@@ -179,16 +179,23 @@ class _Writer:
     def sort(self, op: Operation) -> None:
         """Sort along one axis, stably."""
         x, (values, places) = op.args[0], op.outs
-        dim = op.kwargs.get("dim", next((a for a in op.args[1:] if type(a) is int), -1)) % x.dim()
+        dim = _axis_of(op)
         descending = op.kwargs.get("descending", next((a for a in reversed(op.args[1:]) if type(a) is bool), False))
         index, n = [f"i{d}" for d in range(x.dim())], x.shape[dim]
         moved = [*index[:dim], "order[j]", *index[dim + 1 :]]
         at_j = [*index[:dim], "j", *index[dim + 1 :]]
         body = self._locals(order=("int64_t", 2 * n), key=("double", n)) + f"for (int64_t j = 0; j < {n}; j++) "
-        body += f"key[j] = {'-' * descending}{self.element(x, at_j, torch.float64)}; sort_order(key, order, {n}); "
+        if not descending and self._is_order(x, dim):  # as in x.argsort().argsort()
+            body += f"order[{self.element(x, at_j)}] = j; "
+        else:
+            body += f"key[j] = {'-' * descending}{self.element(x, at_j, torch.float64)}; sort_order(key, order, {n}); "
         body += f"for (int64_t j = 0; j < {n}; j++) {{ {self.element(values, at_j)} = {self.element(x, moved)}; "
         body += f"{self.element(places, at_j)} = order[j]; }}"
         self.loops([(i, size) for d, (i, size) in enumerate(zip(index, x.shape, strict=True)) if d != dim], body, False)
+
+    def _is_order(self, x: Tensor, dim: int) -> bool:
+        """Return whether a tensor is the places that another sort along the same axis gave."""
+        return any(op.name == "sort" and x is op.outs[1] and _axis_of(op) == dim for op in self._operations)
 
     def gather(self, op: Operation) -> None:
         """Read elements, or whole slices, at indices along one axis."""
@@ -246,6 +253,12 @@ _SPECIAL: dict[str, Callable[[_Writer, Operation], None]] = {
     "scatter_add": _Writer.scatter,
     "sort": _Writer.sort,
 }
+
+
+def _axis_of(op: Operation) -> int:
+    """Return the axis of a sort."""
+    dim: int = op.kwargs.get("dim", next((a for a in op.args[1:] if type(a) is int), -1))
+    return dim % op.args[0].dim()
 
 
 def _by_stride(x: Tensor, index: Sequence[str]) -> list[tuple[str, int]]:
