@@ -7,6 +7,7 @@ PyTorch's dispatcher reports every operation. Operations on values that no array
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -199,6 +200,46 @@ def _highest(x: Tensor, k: int, dim: int = -1, largest: bool = True, _sorted: bo
     return values.narrow(dim, 0, k), index.narrow(dim, 0, k)
 
 
+def _kth(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """`torch.kthvalue`."""
+    found = [y.narrow(dim, k - 1, 1) for y in x.sort(dim=dim, stable=True)]
+    values, index = found if keepdim else (y.squeeze(dim) for y in found)
+    return values, index
+
+
+def _median(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """`Tensor.median`: the lower one of two."""
+    if dim is None:
+        return _kth(x.flatten(), (x.numel() + 1) // 2)[0]
+    return _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+
+
+def _indexed(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """Index one axis of a tensor by a tensor of places.
+
+    Raises:
+        NotTraceableError: several axes are indexed at once, or by a mask.
+    """
+    axes = [(d, index) for d, index in enumerate(indices) if index is not None]
+    if len(axes) != 1 or axes[0][1].dtype != torch.int64 or not axes[0][1].dim():
+        raise NotTraceableError("an index by a mask, or of several axes at once,")
+    ((dim, index),) = axes
+    return x.index_select(dim, (index % x.shape[dim]).flatten()).unflatten(dim, index.shape)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any) -> Tensor:
+    """`torch.conv1d`. [N, C, L], [O, C, k] -> [N, O, L'].
+
+    Raises:
+        NotTraceableError: the convolution has two axes, groups, a stride or a dilation.
+    """
+    if (x.dim(), *stride, *dilation, rest[0], rest[2]) != (3, 1, 1, False, 1):
+        raise NotTraceableError("a convolution of two axes, or with groups, a stride or a dilation,")
+    windows = torch.nn.functional.pad(x, (padding[0], padding[0])).unfold(-1, weight.shape[-1], 1)  # [N, C, L', k]
+    out = (windows[:, None] * weight[:, :, None]).sum((2, 4))
+    return out if bias is None else out + bias[:, None]
+
+
 def _bounded(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     """`Tensor.clamp`."""
     least = x if low is None else x.maximum(torch.as_tensor(low, dtype=x.dtype))
@@ -232,8 +273,13 @@ _SIMPLER: dict[str, Callable[..., Any]] = {  # in terms of other operations, whe
     "cat": _joined,
     "clamp": _bounded,
     "constant_pad_nd": _padded,
+    "convolution": _convolved,
+    "flip": lambda x, dims: reduce(lambda y, d: y.index_select(d, torch.arange(y.shape[d] - 1, -1, -1)), dims, x),
+    "index": _indexed,
+    "kthvalue": _kth,
     "max": _largest,
     "max_pool2d_with_indices": _max_pooled,
+    "median": _median,
     "min": _smallest,
     "mm": lambda a, b: torch.bmm(a[None], b[None])[0],
     "std": lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),

@@ -279,11 +279,12 @@ def _reading(on: Case) -> str:
     model, config = _tiny(), _config(on)
     check = fast_method(model, config)
     speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s with a tiny model on this machine"
-    if check.blocks != "walk":
+    if check.blocks not in ("walk", "compiled steps"):
         return f"{check.blocks}, {speed}"
+    method = "plain walk" if check.blocks == "walk" else check.blocks
     other = CacheConfig(H2O(), on.capacity)
     compiled = _tokens_per_second(model, other, fast_method(model, other).method)
-    return f"plain walk ({check.refused or check.plain_because}), {speed}; h2o's compiled walk reaches {compiled:,.0f}"
+    return f"{method} ({check.refused or check.plain_because}), {speed}; h2o's compiled walk reaches {compiled:,.0f}"
 
 
 def _tokens_per_second(model: Model, config: CacheConfig, method: Method) -> float:
