@@ -20,6 +20,7 @@ from wrong_caches import BUDGET
 import kvbench
 from kvbench.harness.audit import audit
 from kvbench.harness.audit.audit import RULES
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.families import tiny_model
 
 FAULTS = {  # a cache, and the checks that fail
@@ -205,6 +206,71 @@ def test_a_mistake_is_one_line(command, message, tiny, capsys):
     code, _, err = bench(capsys, "audit", *command)
     assert (code, err.count("\n")) == (2, 1), err
     assert message in err
+
+
+OWN = """
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+class Sized(DynamicLayer):
+    def __init__(self, capacity=1000, seed=0):
+        super().__init__()
+        self.capacity = capacity
+
+    def update(self, keys, values, *args, **kwargs):
+        keys, values = super().update(keys, values)
+        self.keys, self.values = keys[:, :, -self.capacity:], values[:, :, -self.capacity:]
+        return keys, values
+
+class Fails(DynamicCache):
+    def __init__(self, config):
+        raise KeyError("size")
+
+class NoCache:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["Sized", "--set", "size=3"], ":Sized has no such parameter"),
+        (["Fails"], "Fails: the cache can't be created: KeyError: 'size' (own.py:16, in __init__)"),
+        (["NoCache"], "is not a kvbench.Policy"),
+        (["Missing"], "has no 'Missing'"),
+    ],
+)
+def test_a_mistake_in_a_users_file_is_one_line(command, message, tiny, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    code, _, err = bench(capsys, "audit", f"{tmp_path / 'own.py'}:{command[0]}", *command[1:])
+    assert (code, err.count("\n")) == (2, 1), err
+    assert message in err
+
+
+def test_a_parameter_of_the_budget_gets_it_and_may_have_any_name(tiny, tmp_path, capsys):
+    """`capacity` and `seed` mean something else in a suite."""
+    (tmp_path / "own.py").write_text(OWN)
+    skip = [part for rule in RULES if rule.name not in ("reads", "budget") for part in ("--skip", rule.name)]
+    for settings, code in (([], 0), (["--set", "capacity=20", "--set", "seed=1"], 1)):
+        assert bench(capsys, "audit", f"{tmp_path / 'own.py'}:Sized", "--budget", 16, *settings, *skip)[0] == code
+
+
+def test_a_function_that_returns_no_cache_is_a_mistake():
+    with pytest.raises(UserError, match="expected a function that returns a transformers Cache, not a dict"):
+        kvbench.audit(lambda: {}, model())
+
+
+def test_a_model_whose_attention_is_not_shown_is_refused():
+    with pytest.raises(UserError, match="falcon: its attention does not go through transformers' AttentionInterface"):
+        kvbench.audit(DynamicCache, model("falcon"))
+
+
+@pytest.mark.slow("about 20 runs of a model")
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2", "gpt2"])
+def test_other_families(family):
+    """RoPE of some dims, attention that only `eager` computes, and learned positions."""
+    result = kvbench.audit(wrong_caches.Window, model(family), budget=BUDGET)
+    assert result.ok, f"{result}"
+    assert {check.verdict for check in result.checks if check.name in ("rows", "mask", "positions")} == {"pass"}
 
 
 def test_a_press_without_kvpress_says_how_to_install_it(capsys):

@@ -102,14 +102,14 @@ class Recorder:
         before = self._given.get(layer)
         if before is None:
             self.token_bytes += (keys[0, :, 0].nbytes + values[0, :, 0].nbytes) * len(keys)
-        new = keys[0].float(), values[0].float()
+        new = keys[0].float().cpu(), values[0].float().cpu()
         self._given[layer] = new if before is None else (torch.cat([before[0], new[0]], 1), torch.cat([before[1], new[1]], 1))
 
     def see(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None, window: int | None, count: int) -> None:
         """Record an attention call. keys, values: rows that `update` returned. [B, H, S, D]."""
         given_keys, given_values = self._given[layer]
-        tokens, error = _identified(values[0].float(), given_values)
-        places = self._places(layer, keys[0].float(), given_keys, tokens)
+        tokens, error = _identified(values[0].float().cpu(), given_values)
+        places = self._places(layer, keys[0].float().cpu(), given_keys, tokens)
         first = given_keys.shape[1] - count
         visible = _visible(mask, count, keys.shape[2])
         self.reads[layer] = Read(layer, first, self._positions[-count:], tokens, places, visible, window, error)
@@ -130,7 +130,7 @@ def _identified(rows: Tensor, given: Tensor) -> tuple[Tensor, float]:
     distance, tokens = torch.cdist(rows, given, compute_mode="donot_use_mm_for_euclid_dist").min(-1)
     relative = distance / given.norm(dim=-1).gather(1, tokens).clamp(min=1e-12)
     is_known = relative < _UNLIKE
-    return torch.where(is_known, tokens, UNKNOWN).cpu(), float(relative[is_known].max()) if is_known.any() else 0.0
+    return torch.where(is_known, tokens, UNKNOWN), float(relative[is_known].max()) if is_known.any() else 0.0
 
 
 def _distance(own: Tensor, keys: Tensor, rotation: Rotation | None, longest: int) -> Tensor:
@@ -138,12 +138,12 @@ def _distance(own: Tensor, keys: Tensor, rotation: Rotation | None, longest: int
     if rotation is None:
         is_same = (keys - own).norm(dim=-1) < _UNLIKE * own.norm(dim=-1)
         return torch.where(is_same, 0, UNPLACED)
-    before, after = (torch.view_as_complex(rotation.pair(x).unflatten(-1, (-1, 2)).contiguous()) for x in (own, keys))
+    before, after = (torch.view_as_complex(x[:, rotation.order.cpu()].unflatten(-1, (-1, 2)).contiguous()) for x in (own, keys))
     candidates = torch.arange(-longest, longest + 1)
     angles = candidates[:, None].double() * rotation.frequencies.cpu()
     factors = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # [candidates, P]
-    best = ((before.conj() * after).cpu() @ factors.conj().T).real.argmax(-1)
-    error = (after.cpu() - before.cpu() * factors[best]).abs().norm(dim=-1) / before.cpu().abs().norm(dim=-1)
+    best = ((before.conj() * after) @ factors.conj().T).real.argmax(-1)
+    error = (after - before * factors[best]).abs().norm(dim=-1) / before.abs().norm(dim=-1)
     return torch.where(error < _UNLIKE, candidates[best], UNPLACED)
 
 

@@ -20,6 +20,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.engine.foreigncheck import agreeing_attention
 from kvbench.harness.engine.own_attention import attention_by
+from kvbench.harness.engine.probes import NOT_ROUTED
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load
 from kvbench.harness.report.keep_map import Map
@@ -176,8 +177,14 @@ def audited(subject: Subject, models: Iterable[Named], like: str | None, skip: S
 
 @torch.inference_mode()
 def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None, skip: Sequence[str]) -> None:
-    """Add the results on one model. PyTorch's generator is restored."""
+    """Add the results on one model. PyTorch's generator is restored.
+
+    Raises:
+        UserError: the model's attention can't be recorded.
+    """
     hf = model.hf
+    if not hf._can_set_attn_implementation():
+        raise UserError(f"{model.name}: {NOT_ROUTED}")
     ids = torch.arange(min(_PROBED, hf.config.get_text_config().vocab_size), device=hf.device)[None]
     attention = subject.attention or agreeing_attention(hf, "sdpa" if hf._supports_sdpa else "eager", ids)
     failed: list[str] = []

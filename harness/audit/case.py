@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kvbench.harness.audit.subject import Subject
 from kvbench.harness.audit.trace import FAULTS, Trace, new_faults, trace
@@ -20,7 +20,6 @@ from kvbench.harness.engine.foreign import longest
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import LayerShape
-from kvbench.harness.run.generate import Cache as PolicyCache
 
 Verdict = Literal["pass", "fail", "not applicable"]
 _TOKENS = 96  # read if no budget is known
@@ -68,7 +67,7 @@ class Case:
         """Measure the model's RoPE.
 
         Raises:
-            UserError: the vocabulary has too few tokens to tell all of a text apart.
+            UserError: the cache can't be created, or the vocabulary has too few tokens to tell all of a text apart.
         """
         self.subject, self.hf, self.like, self.tokenizer = subject, hf, like, tokenizer
         self.shapes = _shapes(hf)
@@ -183,10 +182,19 @@ def _shapes(hf: PreTrainedModel) -> list[LayerShape]:
 
 
 def _longest(subject: Subject, hf: PreTrainedModel) -> float:
-    """Return the maximum length of a text, in tokens; infinite if the cache grows or evicts."""
-    cache = subject.new_cache(hf)
-    if isinstance(cache, PolicyCache):
-        return 2.0**62
+    """Return the maximum length of a text, in tokens; infinite if the cache grows or evicts.
+
+    Raises:
+        UserError: the cache can't be created, or is no cache.
+    """
+    try:
+        cache: Any = subject.new_cache(hf)
+    except UserError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything
+        raise UserError(f"{subject.name}: the cache can't be created: {described(error)}") from error
+    if not isinstance(cache, Cache):
+        raise UserError(f"{subject.name}: expected a function that returns a transformers Cache, not a {type(cache).__name__}")
     return longest(cache)
 
 

@@ -97,7 +97,7 @@ def padding(case: Case) -> Outcome:
 @check("Beams can be reordered.", "a tensor of the cache is not reordered with the others", _OF_RUNS)
 def beams(case: Case) -> Outcome:
     """Swap two texts by `reorder_cache`, as beam search does."""
-    index: Any = torch.tensor([1, 0])
+    index: Any = torch.tensor([1, 0], device=case.hf.device)
     return _rearranged(case, "reorder_cache([1, 0])", lambda reader: reader.cache.reorder_cache(index), [0, 1], [1, 0])
 
 

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -15,13 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
-from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.presses import Press
 from kvbench.harness.engine.foreign import Hooks
 from kvbench.harness.engine.stored import copied
 from kvbench.harness.run.generate import Cache as PolicyCache
-from kvbench.harness.run.policy_check import policy_from_settings
+from kvbench.harness.run.policy_check import parsed_settings, policy_from_settings
 from kvbench.policies import Policy
 
 _DEFAULT_BUDGET = 64  # tokens, for a policy of ours
@@ -59,8 +61,25 @@ def subject_of(target: str, settings: Sequence[str], budget: int | None, sinks: 
     """
     if target.startswith("kvpress:") and find_spec("kvpress") is None:
         raise UserError(f"{target}: kvpress is not installed here: `make peers` makes an environment with it")
+    if ":" in target and not target.startswith("hf:"):
+        named: Any = plugins.named_object(target)
+        if inspect.isclass(named) and issubclass(named, Cache | CacheLayerMixin):
+            given = _arguments(target, named, parsed_settings(settings), budget)
+            return replace(subject_of_factory(partial(named, **given), budget, sinks), name=target)
     name = f"hf:{target}" if ":" not in target and hasattr(cache_utils, target) else target
     return subject_of_policy(target, policy_from_settings(name, settings), budget, sinks)
+
+
+def _arguments(target: str, named: type[Any], given: dict[str, Any], budget: int | None) -> dict[str, Any]:
+    """Return the arguments of a constructor. A parameter `budget` or `capacity` gets the budget, unless it is given."""
+    parameters = inspect.signature(named).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in given:
+        if key not in parameters and not takes_any:
+            hint = did_you_mean(key, parameters) if parameters else ""
+            raise UserError(f"--set {key}: {target} has no such parameter{hint}")
+    sizes = {name: budget for name in ("budget", "capacity") if name in parameters and budget is not None}
+    return sizes | given
 
 
 def subject_of_policy(name: str, policy: Policy, budget: int | None, sinks: int = 0) -> Subject:
@@ -83,8 +102,10 @@ def subject_of_policy(name: str, policy: Policy, budget: int | None, sinks: int 
 def subject_of_factory(factory: Callable[..., Any], budget: int | None, sinks: int) -> Subject:
     """Return the subject for a class of a cache or of one layer's cache, or for a function that returns an empty cache."""
     name = getattr(factory, "__name__", type(factory).__name__)
-    if inspect.isclass(factory) and issubclass(factory, CacheLayerMixin):
-        return Subject(name, lambda _: Cache(layer_class_to_replicate=factory), budget, sinks)
+    built = factory.func if isinstance(factory, partial) else factory
+    if inspect.isclass(built) and issubclass(built, CacheLayerMixin):
+        layer_class: Any = factory
+        return Subject(name, lambda _: Cache(layer_class_to_replicate=layer_class), budget, sinks)
     takes_config = "config" in inspect.signature(factory).parameters
 
     def new_cache(hf: PreTrainedModel) -> Any:

@@ -45,7 +45,7 @@ def audit(
 
     \b
     bench audit my_cache.py:MyCache --budget 64
-    bench audit my_cache.py:MyCache --budget 64 --set window=60 --like sink_window --model smollm2
+    bench audit my_cache.py:MyCache --budget 64 --set first=4 --like sink_window --model smollm2
     bench audit kvpress:SnapKVPress --set compression_ratio=0.5
     bench audit DynamicCache
     bench audit h2o --capacity 64 --html h2o.html

@@ -155,6 +155,16 @@ def task_class(name: str) -> type[Any]:
     return task
 
 
+def named_object(name: str) -> object:
+    """Return the object that `package.module:Name` or `path/to/file.py:Name` names; None if its module lacks it.
+
+    Raises:
+        UserError: the module can't be imported.
+    """
+    path, _, attribute = name.rpartition(":")
+    return getattr(_user_module(path), attribute, None)
+
+
 def known_task(name: str) -> type[Any] | None:
     """Return the task of a record: a built-in task, an installed plug-in, or a task from a file that the user had loaded.
 
@@ -204,10 +214,9 @@ def _find(kind: _Kind, name: str) -> type[Any]:
         path, _, attribute = name.rpartition(":")
         if kind is _POLICY and path == "hf":
             return _contestants().library_class(attribute)
-        module = _user_module(path)
-        plugin = getattr(module, attribute, None)
+        plugin: Any = named_object(name)
         if plugin is None:
-            raise UserError(f"{path} has no '{attribute}'; {_classes_in(module, path, kind)}")
+            raise UserError(f"{path} has no '{attribute}'; {_classes_in(_user_module(path), path, kind)}")
     elif name.endswith(".py"):
         raise UserError(f"{name}: {_classes_in(_user_module(name), name, kind)}")
     elif name in _modules(kind):

@@ -86,11 +86,17 @@ def policy_from_settings(name: str, settings: Sequence[str]) -> Policy:
     Raises:
         UserError: the policy is unknown, or has no such parameter.
     """
-    policy, parameters = plugins.policy_class(name), {}
-    for setting in settings:
-        key, _, text = setting.partition("=")
-        parameters[key] = yaml_value(text, f"--set {setting}")
-    return policy_with(name, policy, parameters, "--set")
+    return policy_with(name, plugins.policy_class(name), parsed_settings(settings), "--set")
+
+
+def parsed_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of `--set`, "key=value" each, with values in YAML.
+
+    Raises:
+        UserError: a value is not YAML.
+    """
+    pairs = [setting.partition("=") for setting in settings]
+    return {key: yaml_value(text, f"--set {key}={text}") for key, _, text in pairs}
 
 
 def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[RuleResult]]:
