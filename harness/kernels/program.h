@@ -89,4 +89,8 @@ enum { TILE_ROWS = 4, TILE = 32 };
 MULTIPLY(float)
 MULTIPLY(double)
 
+/* Equal tokens must be worth the same in every slot: sums keep their order, and no product is fused with a sum. */
+#pragma GCC push_options
+#pragma GCC optimize("no-associative-math", "fp-contract=off")
 PROGRAM_TEXTS_OF_POLICY
+#pragma GCC pop_options

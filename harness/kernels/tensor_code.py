@@ -23,6 +23,7 @@ from kvbench.harness.kernels.tensor_memory import aligned, inlined, placed
 from kvbench.harness.kernels.tensor_program import Operation, Recorder, address
 
 _MAX_CONSTANTS = 2**16  # numbers of one constant tensor
+_LANES = 16  # of a reduction
 _MAX_SCRATCH = 2**28  # bytes, for each thread
 
 
@@ -171,10 +172,28 @@ class _Writer:
         if inner not in dims:
             self.loops(order, f"{target} = {form.format(target, self.element(x, index, kind))};")
             return
-        name, size = order[-1]
-        body = f"{type_of(kind)} total = {identity}; for (int64_t {name} = 0; {name} < {size}; {name}++) "
-        body += f"total = {form.format('total', self.element(x, index, kind))}; {target} = {form.format(target, 'total')};"
-        self.loops(order[:-1], body, independent=False)
+        self.loops(order[:-1], self._total(x, index, order[-1], kind, (identity, form), target), independent=False)
+
+    def _total(
+        self, x: Tensor, index: Sequence[str], inner: tuple[str, int], kind: torch.dtype, rule: tuple[str, str], target: str
+    ) -> str:
+        """Return the reduction along the innermost axis, in lanes whose order does not depend on the place of the row.
+
+        So rows that are equal give equal results, and the oldest of equal tokens is evicted.
+        """
+        (identity, form), (name, size), kind_name = rule, inner, type_of(kind)
+        element = self.element(x, index, kind)
+        whole = size - size % _LANES
+        lines = [f"{kind_name} total = {identity};"]
+        if whole:
+            lines += [
+                f"{kind_name} lane[{_LANES}]; for (int j = 0; j < {_LANES}; j++) lane[j] = {identity};",
+                f"for (int64_t first = 0; first < {whole}; first += {_LANES}) for (int j = 0; j < {_LANES}; j++)",
+                f"{{ const int64_t {name} = first + j; lane[j] = {form.format('lane[j]', element)}; }}",
+                f"for (int j = 0; j < {_LANES}; j++) total = {form.format('total', 'lane[j]')};",
+            ]
+        lines.append(f"for (int64_t {name} = {whole}; {name} < {size}; {name}++) total = {form.format('total', element)};")
+        return "\n".join([*lines, f"{target} = {form.format(target, 'total')};"])
 
     def sort(self, op: Operation) -> None:
         """Sort along one axis, stably."""
