@@ -1,4 +1,4 @@
-"""Two caches that are right, and ten that are wrong in one way each, as people have written them."""
+"""Two caches that are right, and others that are wrong in one way each, as people have written them."""
 
 from __future__ import annotations
 
@@ -250,3 +250,23 @@ class PromptLongerThanBudget(Window):
         if before == 0 and keys.shape[2] > self.budget:
             return self.keys, self.values
         return keys, values
+
+
+class OneOutPerCall(Window):
+    """Drops one token per call, so that a block of several tokens leaves it over the budget for good."""
+
+    def kept(self, count: int) -> Tensor:
+        return torch.arange(1, count)
+
+
+class SinksOfTheFirstBlock(IgnoresPadding):
+    """Protects as many first tokens as the first block has, at most four: one if a stream begins with single tokens."""
+
+    sinks = 0
+
+    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.sinks = self.sinks or min(SINKS, keys.shape[2])
+        return super().update(keys, values)
+
+    def kept(self, count: int) -> Tensor:
+        return torch.cat([torch.arange(self.sinks), torch.arange(count)[self.sinks - self.budget :]])

@@ -103,7 +103,7 @@ class Audit:
             of_check = [check for check in self.checks if check.name == name]
             worst = min(of_check, key=lambda check: ("fail", "pass", "not applicable").index(check.verdict))
             verdicts = {check.model: "-" if check.verdict == "not applicable" else check.verdict for check in of_check}
-            place = f"{worst.model}: " if len(models) > 1 and worst.verdict == "fail" else ""
+            place = f"{worst.model}: " if len(models) > 1 and worst.verdict != "not applicable" else ""
             rows.append({"check": name} | verdicts | {"evidence": f"{place}{worst.evidence}{worst.advice}"})
         return rows
 

@@ -137,6 +137,32 @@ class Case:
         """Kinds of faults of `decode`, which other checks do not report again."""
         return [kind for kind, find in FAULTS.items() if find(self.decode)]
 
+    @cached_property
+    def sinks(self) -> int:
+        """Number of first tokens that should stay: as declared, or as survive the first eviction by position.
+
+        They survive by position if all heads of layers without a sliding window hold the same tokens.
+        """
+        if self.subject.sinks:
+            return self.subject.sinks
+        for p in self.decode.passes:
+            heads = [head for layer, heads in enumerate(p.held) for head in heads if not self.has_window(layer)]
+            if not heads or any(head != heads[0] for head in heads):
+                return 0
+            if len(heads[0]) < p.first:
+                return next((t for t, held in enumerate(heads[0]) if t != held), 0)
+        return 0
+
+    def lost_sink(self, of: Trace) -> str:
+        """Return the first step at which one of the first tokens that should stay is not held; empty if there is none."""
+        for p in of.passes:
+            for layer, heads in enumerate(p.held):
+                wanted = range(0 if self.has_window(layer) else min(self.sinks, p.first))
+                missing = next((token for token in wanted if not all(token in head for head in heads)), None)
+                if missing is not None:
+                    return f"at step {p.first}, layer {layer}: token {missing} of the first {self.sinks} is no longer held"
+        return ""
+
     @property
     def is_ours(self) -> bool:
         """Whether a policy of ours decides, by a decoder for which blocks of any size give equal results."""
@@ -155,11 +181,12 @@ class Case:
     def fault_of(self, blocks: Iterable[int]) -> str:
         """Return what goes wrong if the text is read in these blocks; empty if nothing.
 
-        Logits must equal those of `decode`, up to the first eviction. Later tokens of a block see the tokens that single tokens
-        evict, so only policies of ours must be equal to the end.
+        The budget must be held and the first tokens must stay, if they do when single tokens are read. Logits must equal those
+        of `decode`, up to the first eviction. Later tokens of a block see the tokens that single tokens evict, so only
+        policies of ours must be equal to the end.
         """
         of = self.trace(blocks)
-        if fault := new_faults(of, self.known) or self._lost(of):
+        if fault := new_faults(of, self.known) or self._lost(of) or self._not_held(of):
             return fault
         ends = [len(of.logits), len(self.decode.logits)]
         if not self.is_ours:
@@ -172,6 +199,18 @@ class Case:
         held = {p.first: p.mean_held for p in self.decode.passes}
         lost = next((p for p in of.passes if p.mean_held < _MOST_LOST * held.get(p.first, 0)), None)
         return "" if lost is None else f"at step {lost.first} it holds {lost.mean_held:g} tokens, not {held[lost.first]:g}"
+
+    def _not_held(self, of: Trace) -> str:
+        """Return the first step at which the budget or a first token is not held, although both are in `decode`."""
+        size, first_tokens = self.subject.budget, self.lost_sink(of)
+        if self.subject.press is not None:
+            return ""
+        if first_tokens and not self.lost_sink(self.decode):
+            return first_tokens
+        if size is None or any(p.mean_held > size for p in self.decode.passes):
+            return ""
+        over = next((p for p in of.passes if p.mean_held > size), None)
+        return "" if over is None else f"at step {over.first} it holds {over.mean_held:g} tokens, budget {size}"
 
 
 def _shapes(hf: PreTrainedModel) -> list[LayerShape]:

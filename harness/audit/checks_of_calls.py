@@ -52,11 +52,13 @@ def chunked_prefill(case: Case) -> Outcome:
 
 @check("Prompts of any length can be read.", "an index that assumes a prompt longer than the window", _OF_BLOCKS)
 def short_prompts(case: Case) -> Outcome:
-    """Read prompts of one token, of the budget, and of one token more."""
+    """Read prompts of one token, of the budget, of one token more and of some more, each followed by single tokens."""
     size = case.subject.budget or _CHUNK
-    lengths = sorted({1, 2, size, size + 1} if case.subject.press is None else {case.prompt - 1, case.prompt})
+    lengths = sorted(
+        {1, 2, size, size + 1, max(size, case.past_full)} if case.subject.press is None else {case.prompt - 1, case.prompt}
+    )
     for count in lengths:
-        if fault := case.fault_of(case.steps(count, then=_LATER)):
+        if fault := case.fault_of(case.steps(count, then=max(_LATER, case.past_full - count))):
             return failed(f"prompt of {count}: {fault}")
     return passed(f"prompts of {', '.join(map(str, lengths))} tokens")
 

@@ -76,13 +76,9 @@ def sinks(case: Case) -> Outcome:
     """Check that first tokens which survive the first eviction by position survive the later ones."""
     if case.decode.first_eviction is None:
         return skipped("nothing is evicted")
-    count = case.subject.sinks or _sinks_kept(case)
-    for p in case.decode.passes if count else ():
-        for layer, heads in enumerate(p.held):
-            wanted = range(0 if case.has_window(layer) else min(count, p.first))
-            missing = next((token for token in wanted if not all(token in head for head in heads)), None)
-            if missing is not None:
-                return failed(f"at step {p.first}, layer {layer}: token {missing} of the first {count} is no longer held")
+    count = case.sinks
+    if fault := case.lost_sink(case.decode):
+        return failed(fault)
     if count:
         return passed(f"the first {count} tokens are held at every step")
     ends = [0 in head for layer in case.decode.passes[-1].held for head in layer]
@@ -160,16 +156,3 @@ def _after_prompt(case: Case) -> list[Pass]:
     """Return the passes in which the budget counts: for a press that cuts prompts, the first after the prompt."""
     press = case.subject.press
     return case.decode.passes[1:2] if press is not None and press.cuts_prompts else case.decode.passes
-
-
-def _sinks_kept(case: Case) -> int:
-    """Return how many first tokens survive the first eviction, if all heads of layers without a window hold equal tokens."""
-    counts = []
-    for p in case.decode.passes:
-        heads = [head for layer, heads in enumerate(p.held) for head in heads if not case.has_window(layer)]
-        if not heads or any(head != heads[0] for head in heads):
-            return 0
-        gap = next((t for t, held in enumerate(heads[0]) if t != held), None)
-        if len(heads[0]) < p.first and gap is not None:
-            counts.append(gap)
-    return counts[0] if counts else 0
