@@ -129,6 +129,8 @@ class CpuWalkKernel:
         if not fits or why_unserved(slots):
             return Built()
         if why_untraced(slots.policy):
+            if slots.num_slots != slots.most:
+                return Built()
             return built_of_programs(programs_of(slots), "walk.c", "walk")
         return built_of(slots.policy, "walk.c", "walk")
 
@@ -197,8 +199,10 @@ def why_not_walked(slots: Slots) -> str:
     because = why_untraced(slots.policy)
     if not because:
         return ""
-    if slots.dtype != torch.float32 or slots.num_slots != slots.most:
-        return because
+    if slots.num_slots != slots.most:
+        return ""  # heads that hold different numbers of tokens
+    if slots.dtype != torch.float32:
+        return f"{because} in other dtypes than float32"
     try:
         programs_of(slots)
     except NotTraceableError as error:
