@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,12 +15,23 @@ import pytest
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
+from kvbench.harness.run import on_ray as module
 from kvbench.harness.run.request import RunRequest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = pytest.mark.slow("starts Ray")
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    """Workers start late on a machine with other work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "START_S", 600.0)
+        yield
+
+
 SMALL = """
 suite: small
 version: 1

@@ -142,11 +142,17 @@ def why_not(policy: Policy) -> str:
     if not because:
         return built_of(policy, "walk.c", "walk").why_not
     heads = 2 if policy.scope == "layer" else 1
+    because = why_no_programs(policy, Layout(heads, _SLOTS, HeadSizes(2, 4, 4), 2, 0))
+    return because or built_without_policy("walk.c", "walk").why_not
+
+
+def why_no_programs(policy: Policy, layout: Layout) -> str:
+    """Return the reason that a bound policy can't be translated to programs; empty if it can."""
     try:
-        programs(policy, Layout(heads, _SLOTS, HeadSizes(2, 4, 4), 2, 0))
+        programs(policy, layout)
     except NotTraceableError as error:
         return f"{error} can't be compiled"
-    return built_without_policy("walk.c", "walk").why_not
+    return ""
 
 
 @lru_cache

@@ -15,8 +15,7 @@ from torch import Tensor
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels.compiler import Built, built_of, built_of_programs, why_untraced
-from kvbench.harness.kernels.expressions import NotTraceableError
+from kvbench.harness.kernels.compiler import Built, built_of, built_of_programs, why_no_programs, why_untraced
 from kvbench.harness.kernels.policy_program import Layout, Programs, programs
 from kvbench.harness.kernels.states import (
     FirstValues,
@@ -118,7 +117,7 @@ class CpuWalkKernel:
             return None
         kernel.restype = ctypes.c_int64
         kernel.argtypes = [*[ctypes.c_void_p] * 16, *[ctypes.c_int64] * 19]
-        return cls(slots, mode, limit, kernel, programs_of(slots) if why_untraced(slots.policy) else None)
+        return cls(slots, mode, limit, kernel, programs(slots.policy, _layout(slots)) if why_untraced(slots.policy) else None)
 
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
@@ -131,7 +130,7 @@ class CpuWalkKernel:
         if why_untraced(slots.policy):
             if slots.num_slots != slots.most:
                 return Built()
-            return built_of_programs(programs_of(slots), "walk.c", "walk")
+            return built_of_programs(programs(slots.policy, _layout(slots)), "walk.c", "walk")
         return built_of(slots.policy, "walk.c", "walk")
 
     def __call__(
@@ -203,23 +202,14 @@ def why_not_walked(slots: Slots) -> str:
         return ""  # heads that hold different numbers of tokens
     if slots.dtype != torch.float32:
         return f"{because} in other dtypes than float32"
-    try:
-        programs_of(slots)
-    except NotTraceableError as error:
-        return f"{error} can't be compiled"
-    return ""
+    return why_no_programs(slots.policy, _layout(slots))
 
 
-def programs_of(slots: Slots) -> Programs:
-    """Trace the policy of some slots to programs for all slots of a head, or of all heads of a layer.
-
-    Raises:
-        NotTraceableError: the policy can't be compiled; the message says why.
-    """
-    shape, policy = slots.shape, slots.policy
-    sizes = HeadSizes(shape.group, shape.key_dim, shape.value_dim)
-    heads = shape.heads if policy.scope == "layer" else 1
-    return programs(policy, Layout(heads, slots.num_slots, sizes, slots.num_layers, slots.seed))
+def _layout(slots: Slots) -> Layout:
+    """Return the sizes of a program for all slots of a head, or of all heads of a layer."""
+    shape = slots.shape
+    heads = shape.heads if slots.policy.scope == "layer" else 1
+    return Layout(heads, slots.num_slots, HeadSizes(shape.group, shape.key_dim, shape.value_dim), slots.num_layers, slots.seed)
 
 
 def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:
