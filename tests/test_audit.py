@@ -19,7 +19,7 @@ from wrong_caches import BUDGET
 
 import kvbench
 from kvbench.harness.audit import audit
-from kvbench.harness.audit.audit import RULES
+from kvbench.harness.audit.audit import RULES, Audit
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.families import tiny_model
 
@@ -40,6 +40,8 @@ FAULTS = {  # a cache, and the checks that fail
     "Ring": {"order"},
     "ShiftedMask": {"blocks", "chunked_prefill", "second_turn", "padding"},
     "CropsNoLength": {"crop"},
+    "CropsByTextIndex": {"crop"},
+    "CropsWindowByLength": {"crop"},
     "ResetsNoLength": {"reset"},
     "Float32": {"bfloat16"},
     "SharedWithItsCopy": {"deep_copy"},
@@ -53,6 +55,11 @@ FAULTS = {  # a cache, and the checks that fail
 @cache
 def model(family: str = "llama") -> PreTrainedModel:
     return tiny_model(family, vocab_size=512)
+
+
+def only(name: str, cache: object, on: PreTrainedModel | str | None = None, **settings: object) -> Audit:
+    """Audit by one check, after the check that the cache can be read."""
+    return kvbench.audit(cache, on or model(), skip=[rule.name for rule in RULES if rule.name not in ("reads", name)], **settings)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -101,26 +108,84 @@ def test_policies_pass(policy):
 
 
 def test_the_first_step_that_differs_from_a_policy():
-    """Only what is compared: other checks are left out."""
-    only = [rule.name for rule in RULES if rule.name not in ("reads", "like")]
-    window, sinks = wrong_caches.Window, wrong_caches.SinksLostLater
-    assert kvbench.audit(window, model(), budget=BUDGET, like="window", skip=only).ok
-    result = kvbench.audit(sinks, model(), budget=BUDGET, like="sink_window", skip=only)
-    (check,) = result.failed
+    assert only("like", wrong_caches.Window, budget=BUDGET, like="window").ok
+    (check,) = only("like", wrong_caches.SinksLostLater, budget=BUDGET, like="sink_window").failed
     assert check.evidence == "at step 18, layer 0, KV head 0 holds [5], and sink_window [0]"
 
 
-def test_a_declared_sink_is_missed():
-    only = [rule.name for rule in RULES if rule.name not in ("reads", "sinks")]
-    (check,) = kvbench.audit(wrong_caches.Window, model(), budget=BUDGET, sinks=2, skip=only).failed
-    assert check.evidence == "at step 17, layer 0: token 0 of the first 2 is no longer held"
+@pytest.mark.parametrize(
+    ("name", "declared", "verdict", "evidence"),
+    [
+        ("Window", 2, "fail", "at step 17, layer 0: token 0 of the first 2 is no longer held"),
+        (
+            "Window",
+            0,
+            "not applicable",
+            "none are declared, and none survive the first eviction in all heads; token 0 is held at the end by 0 of 4 KV heads",
+        ),
+        ("IgnoresPadding", 4, "pass", "the first 4 tokens are held at every step"),
+        (
+            "IgnoresPadding",
+            0,
+            "pass",
+            "the first 4 tokens are held at every step; not declared, but they survive the first eviction",
+        ),
+        (
+            "SinksLostLater",
+            0,
+            "fail",
+            "at step 18, layer 0: token 0 of the first 4 is no longer held; not declared, but they survive the first eviction",
+        ),
+    ],
+)
+def test_sinks_that_are_not_declared_are_those_of_the_first_eviction(name, declared, verdict, evidence):
+    check = only("sinks", getattr(wrong_caches, name), budget=BUDGET, sinks=declared).checks[-1]
+    assert (check.verdict, check.evidence) == (verdict, evidence)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "evidence"),
+    [
+        (
+            "Window",
+            "pass",
+            "crop(-4) after 8 tokens; after 24, with some evicted, crop(-4) is refused: ValueError",
+        ),
+        ("CropsByTextIndex", "fail", "crop(-4) after 24 tokens: layer 0 still holds 4 rows of removed tokens"),
+        ("CropsWindowByLength", "fail", "crop(-4) after 24 tokens: get_seq_length said 24 before, and 13 after the next token"),
+    ],
+)
+def test_tokens_are_removed_before_and_after_an_eviction(name, verdict, evidence):
+    check = only("crop", getattr(wrong_caches, name), budget=BUDGET).checks[-1]
+    assert (check.verdict, check.evidence.split(": evicted tokens")[0]) == (verdict, evidence)
+
+
+def test_memory_is_that_between_steps():
+    check = only("memory", wrong_caches.KeepsViews, budget=BUDGET).checks[-1]
+    assert check.evidence == "32,768 bytes are allocated between steps, before step 64; 16 tokens are held, of 512 bytes each"
+
+
+def test_the_mask_of_a_sliding_window_hides_earlier_tokens():
+    checks = [only("mask", DynamicCache, model(family)).checks[-1].evidence for family in ("llama", "gemma3_text")]
+    assert checks[0] == "every query sees all rows of earlier tokens"
+    assert checks[1] == f"{checks[0]}; in layers with a sliding window, those of the last 16 tokens"
+
+
+def test_a_cache_that_keeps_the_first_tokens_keeps_padding():
+    check = only("padding", wrong_caches.IgnoresPadding, budget=BUDGET).checks[-1]
+    assert check.verdict == "fail"
+    assert check.evidence.endswith("; it keeps the first 4 tokens, here padding")
+
+
+def test_json_has_the_ranges_of_tokens_held_before_every_step():
+    held = json.loads(only("eviction", wrong_caches.IgnoresPadding, budget=BUDGET).to_json())["held"]["llama"]
+    assert held["8"] == [[[[0, 7]]] * 2] * 2
+    assert held["64"] == [[[[0, 3], [52, 63]]] * 2] * 2
 
 
 def test_the_mass_lost_is_that_of_the_tokens_not_held():
     """Full attention gives the tokens outside of a window this weight."""
-    only = [rule.name for rule in RULES if rule.name not in ("reads", "attention_mass")]
-    result = kvbench.audit(wrong_caches.Window, model(), budget=BUDGET, skip=only)
-    (check,) = [check for check in result.checks if check.name == "attention_mass"]
+    check = only("attention_mass", wrong_caches.Window, budget=BUDGET).checks[-1]
     tokens = 2 * BUDGET + 33
     ids = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :tokens]
     age = torch.arange(tokens)[:, None] - torch.arange(tokens)
@@ -129,16 +194,15 @@ def test_the_mass_lost_is_that_of_the_tokens_not_held():
     assert check.evidence.startswith(f"{lost:.1%} is lost after step 17, most in layer ")
 
 
-def test_perplexity_is_that_of_full_attention_until_a_token_is_evicted(tmp_path):
-    only = [rule.name for rule in RULES if rule.name not in ("reads", "perplexity")]
-    result = kvbench.audit(wrong_caches.Window, "builtin:sink_1", skip=only)  # evicts after 16 of 96 tokens
-    full, stream, own = map(float, re.findall(r"\d+\.\d+", result.checks[-1].evidence))
+def test_perplexity_is_that_of_full_attention_until_a_token_is_evicted():
+    check = only("perplexity", wrong_caches.Window, "builtin:sink_1").checks[-1]  # evicts after 16 of 96 tokens
+    full, stream, own = map(float, re.findall(r"\d+\.\d+", check.evidence))
     assert stream == own > full
-    result = kvbench.audit(wrong_caches.NotRenumbered, "builtin:sink_1", skip=only)
-    full, stream, own = map(float, re.findall(r"\d+\.\d+", result.checks[-1].evidence))
+    check = only("perplexity", wrong_caches.NotRenumbered, "builtin:sink_1").checks[-1]
+    full, stream, own = map(float, re.findall(r"\d+\.\d+", check.evidence))
     assert own > stream > full
-    assert result.checks[-1].verdict == "fail"
-    full, stream, own = re.findall(r"\d+\.\d+", kvbench.audit(DynamicCache, "builtin:sink_1", skip=only).checks[-1].evidence)
+    assert check.verdict == "fail"
+    full, stream, own = re.findall(r"\d+\.\d+", only("perplexity", DynamicCache, "builtin:sink_1").checks[-1].evidence)
     assert full == stream == own
 
 
@@ -150,14 +214,11 @@ def test_a_page_needs_no_other_file_and_shows_every_check():
     assert "from step 17 on it holds at most 15 tokens, budget 16. Usually" in page
     assert page.count("<svg") == 1
     assert not re.findall(r'(?:src|href)="|@import|url\((?!#)', page)
-    kept = result.kept["llama"]
-    last = kept.step == kept.step.max()
-    assert sorted(kept.position[last & (kept.layer == 1) & (kept.head == 0)]) == list(range(49, 64))
+    assert result.held["llama"][64][1][0] == list(range(49, 64))
 
 
 def test_sinks_are_not_demanded_of_layers_with_a_window():
-    only = [rule.name for rule in RULES if rule.name not in ("reads", "sinks")]
-    assert kvbench.audit("sink_window", model("gemma3_text"), budget=BUDGET + 8, sinks=4, skip=only).ok
+    assert only("sinks", "sink_window", model("gemma3_text"), budget=BUDGET + 8, sinks=4).ok
 
 
 def test_an_exception_is_a_fault_and_other_checks_do_not_apply():
@@ -184,7 +245,7 @@ def test_the_command_exits_with_1_if_a_check_fails(tiny, capsys):
     code, out, err = bench(capsys, "audit", f"{file}:EvictsOneTooMany", "--budget", BUDGET)
     assert code == 1
     assert "budget\tfail\tfrom step 17 on it holds at most 15 tokens, budget 16. Usually: " in out
-    assert err.startswith("bench: 1 of ")
+    assert err.startswith(f"bench: 1 of {len(RULES)} checks failed, on 1 of 1 models, in ")
     code, out, _ = bench(capsys, "audit", f"{file}:Window", "--budget", BUDGET, "--json")
     result = json.loads(out)
     assert (code, result["ok"], result["target"]) == (0, True, f"{file}:Window")

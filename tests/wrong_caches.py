@@ -209,6 +209,22 @@ class CropsNoLength(Window):
         self.read = read
 
 
+class CropsByTextIndex(Window):
+    """Takes indices in the text for indices in the cache, which are equal until a token is evicted."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.read += tokens_to_remove
+        self.evict(torch.arange(min(self.read, self.keys.shape[2])))
+
+
+class CropsWindowByLength(Window):
+    """Crops what it holds, but counts the rows held as tokens read once some are evicted."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.evict(torch.arange(self.keys.shape[2] + tokens_to_remove))
+        self.read = self.keys.shape[2]
+
+
 class ResetsNoLength(Window):
     def reset(self) -> None:
         read = self.read

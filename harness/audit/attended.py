@@ -105,6 +105,11 @@ class Recorder:
         new = keys[0].float().cpu(), values[0].float().cpu()
         self._given[layer] = new if before is None else (torch.cat([before[0], new[0]], 1), torch.cat([before[1], new[1]], 1))
 
+    def crop(self, count: int) -> None:
+        """Forget the newest tokens."""
+        self._positions = self._positions[:-count]
+        self._given = {layer: (keys[:, :-count], values[:, :-count]) for layer, (keys, values) in self._given.items()}
+
     def see(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None, window: int | None, count: int) -> None:
         """Record an attention call. keys, values: rows that `update` returned. [B, H, S, D]."""
         given_keys, given_values = self._given[layer]

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from kvbench.harness.audit import checks_of_calls, checks_of_quality, checks_of_tokens
 from kvbench.harness.audit.attended import attention_shown
 from kvbench.harness.audit.case import Case, Outcome, Rule, Verdict, skipped
-from kvbench.harness.audit.page import html, kept_positions
+from kvbench.harness.audit.page import html
 from kvbench.harness.audit.subject import Subject, subject_of_factory, subject_of_policy
+from kvbench.harness.audit.trace import Held
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.engine.foreigncheck import agreeing_attention
@@ -23,7 +24,6 @@ from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.probes import NOT_ROUTED
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load
-from kvbench.harness.report.keep_map import Map
 from kvbench.policies import Policy
 
 RULES = [
@@ -78,13 +78,13 @@ class Audit:
         target: name of the cache.
         checks: results, by model and in the order of the checks.
         seconds: time that the audit took.
-        kept: positions held after every step, by model.
+        held: tokens held before every step but the first, by model and step.
     """
 
     target: str
     checks: list[Check]
     seconds: float
-    kept: dict[str, Map] = field(default_factory=dict, repr=False)
+    held: dict[str, dict[int, Held]] = field(default_factory=dict, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -107,6 +107,14 @@ class Audit:
             rows.append({"check": name} | verdicts | {"evidence": f"{place}{worst.evidence}{worst.advice}"})
         return rows
 
+    @property
+    def summary(self) -> str:
+        """Number of checks that failed, and of models on which one did."""
+        failed, models = len({check.name for check in self.failed}), len({check.model for check in self.failed})
+        names = {check.model for check in self.checks}
+        total = len({check.name for check in self.checks})
+        return f"{failed} of {total} checks failed, on {models} of {len(names)} models, in {self.seconds:.0f} s"
+
     def table(self) -> str:
         """Return the rows as aligned text."""
         rows = self.rows()
@@ -119,7 +127,11 @@ class Audit:
     def to_json(self) -> str:
         """Return the results as JSON."""
         checks = [asdict(check) for check in self.checks]
-        return json.dumps({"target": self.target, "ok": self.ok, "seconds": self.seconds, "checks": checks}, indent=1)
+        held = {
+            model: {step: [[_ranges(tokens) for tokens in heads] for heads in layers] for step, layers in steps.items()}
+            for model, steps in self.held.items()
+        }
+        return json.dumps({"target": self.target, "ok": self.ok, "seconds": self.seconds, "checks": checks, "held": held})
 
     def to_html(self) -> str:
         """Return the results as a page, with pictures of the positions held."""
@@ -195,8 +207,7 @@ def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None,
                 outcome = _outcome(rule, case, failed)
                 failed += [rule.name] if outcome.verdict == "fail" else []
                 result.checks.append(Check(rule.name, rule.question, *outcome, rule.usually, model.name))
-        if (kept := kept_positions(case.decode)) is not None:
-            result.kept[model.name] = kept
+        result.held[model.name] = {p.first: p.held for p in case.decode.passes[1:]}
 
 
 def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
@@ -208,6 +219,13 @@ def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
     if outcome.verdict == "fail" and cause is not None:
         return skipped(f"may follow from {cause}: {outcome.evidence}")
     return outcome
+
+
+def _ranges(tokens: Sequence[int]) -> list[list[int]]:
+    """Return the first and the last token of every run of consecutive tokens. tokens: ascending."""
+    firsts = [token for token in tokens if token - 1 not in {*tokens}]
+    lasts = [token for token in tokens if token + 1 not in {*tokens}]
+    return [list(pair) for pair in zip(firsts, lasts, strict=True)]
 
 
 def models_of(model: PreTrainedModel | str | None) -> list[Named]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.harness.audit.case import Case, Outcome, check, failed, passed, refusable, skipped
+from kvbench.harness.audit.attended import UNKNOWN
+from kvbench.harness.audit.case import Case, Outcome, RefusedError, check, failed, passed, refusable, skipped
 from kvbench.harness.audit.subject import Reader
-from kvbench.harness.audit.trace import new_faults
+from kvbench.harness.audit.trace import Trace, Tracer, new_faults
 
 _BLOCK, _CHUNK, _TURN, _LATER = 8, 24, 9, 12  # tokens
 _PADDING = 5  # tokens
@@ -71,7 +72,9 @@ def second_turn(case: Case) -> Outcome:
 
 
 @check(
-    "A left-padded text gives the logits of the text alone.", "padding is kept like a token: read texts one by one", _OF_PLACES
+    "A left-padded text gives the logits of the text alone.",
+    "padding is kept like a token. This is expected if first tokens are kept: read texts one by one, and use `--skip padding`",
+    _OF_PLACES,
 )
 def padding(case: Case) -> Outcome:
     """Read two prompts side by side, the second left-padded, and compare each with the prompt alone."""
@@ -92,7 +95,8 @@ def padding(case: Case) -> Outcome:
             difference = case.difference(logits[row, -1], reader(texts[row : row + 1, start : first + size])[0, -1])
             if difference:
                 kind = f"left-padded by {_PADDING}" if row else "not padded"
-                return failed(f"at step {first + size - 1} the text {kind} differs from the text alone by {difference:.2g}")
+                kept = f"; it keeps the first {case.sinks} tokens, here padding" if row and case.sinks else ""
+                return failed(f"at step {first + size - 1} the text {kind} differs from the text alone by {difference:.2g}{kept}")
     return passed(f"equal at all {len(steps)} steps, padded by {_PADDING}")
 
 
@@ -144,7 +148,7 @@ def reset(case: Case) -> Outcome:
 
 @check("`crop` removes the newest tokens.", "a counter, an index or a score is not cropped", _OF_PLACES)
 def crop(case: Case) -> Outcome:
-    """Read tokens within the budget, remove the newest, read others, and compare with a new cache."""
+    """Remove the newest tokens before an eviction, read others, and compare with a new cache. Remove tokens after one, too."""
     if case.subject.press is not None:
         return skipped(_NO_PROMPT)
     if not getattr(case.subject.new_cache(case.hf), "is_croppable", True):
@@ -157,10 +161,39 @@ def crop(case: Case) -> Outcome:
         reader.crop(removed)
     _read(expected, texts[:1, : count - removed])
     later = texts[1:, :_LATER]
-    difference = case.difference(_read(reader, later), _read(expected, later))
-    return _judged(
-        f"logits differ by {difference:.2g} of the largest" if difference else "", f"crop(-{removed}) after {count} tokens"
-    )
+    if difference := case.difference(_read(reader, later), _read(expected, later)):
+        return failed(f"crop(-{removed}) after {count} tokens: logits differ by {difference:.2g} of the largest")
+    evidence, full = f"crop(-{removed}) after {count} tokens", case.past_full
+    if (case.decode.first_eviction or full + 1) > full:
+        return passed(f"{evidence}; none was evicted before")
+    try:
+        fault = _fault_of_crop(case, removed)
+    except RefusedError as refusal:
+        return passed(f"{evidence}; after {full}, with some evicted, {refusal}")
+    return _judged(fault and f"crop(-{removed}) after {full} tokens: {fault}", f"{evidence}, and after {full}, with some evicted")
+
+
+def _fault_of_crop(case: Case, removed: int) -> str:
+    """Return what goes wrong if the newest tokens are removed after an eviction; empty if nothing."""
+    steps, of = case.steps(case.prompt, then=case.past_full - case.prompt), Trace()
+    tracer, count = Tracer(Reader(case.subject, case.hf), case.hf, case.rotations, of), sum(steps)
+    blocks = case.text()[:, : count + _LATER].split([*steps, *[1] * _LATER], 1)
+    for block in blocks[: len(steps)]:
+        tracer.read(block)
+    with refusable(f"crop(-{removed})"):
+        tracer.crop(removed)
+    for block in blocks[len(steps) :]:
+        tracer.read(block)
+    before, after = of.passes[len(steps) - 1 : len(steps) + 1]
+    for read, heads in zip(after.reads, case.decode.passes[len(steps)].held, strict=True):
+        if stale := int((read.tokens == UNKNOWN).sum(1).max()):
+            return f"layer {read.layer} still holds {stale} rows of removed tokens"
+        for head, (held, earlier) in enumerate(zip(read.held(), heads, strict=True)):
+            if lost := {token for token in earlier if token < count - removed} - {*held}:
+                return f"layer {read.layer}, KV head {head} lost token {min(lost)}, which was held"
+    if after.length != before.length - removed + 1:
+        return f"get_seq_length said {before.length} before, and {after.length} after the next token"
+    return new_faults(of, case.known)
 
 
 @check("A model in bfloat16 can be read.", "a tensor is created in float32, or an index is computed in 16 bits")

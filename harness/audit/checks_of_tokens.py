@@ -8,7 +8,7 @@ from kvbench.harness.audit.attended import UNKNOWN
 from kvbench.harness.audit.case import Case, Outcome, check, failed, passed, skipped
 from kvbench.harness.audit.trace import FAULTS, Pass, placement
 
-_MOST_ALLOCATED = 1.5  # bytes allocated, relative to those of the tokens held
+_MOST_ALLOCATED = 1.5  # bytes allocated, relative to those of the tokens held and of one that the next step needs
 
 
 @check("A prompt and single tokens are read without an exception.", "the cache does not implement the interface of `Cache`")
@@ -53,15 +53,16 @@ def budget(case: Case) -> Outcome:
     )
 
 
-@check("Allocated bytes are those of the tokens held.", "K and V are views of a longer storage")
+@check("Between steps, allocated bytes are those of the tokens held.", "K and V are views of a longer storage")
 def memory(case: Case) -> Outcome:
-    """Compare the storage of the cache's tensors with the tokens held, after many single tokens."""
-    last = case.decode.passes[-1]
-    expected = case.decode.token_bytes * (last.mean_held + last.count)
-    text = f"{last.allocated:,} bytes are allocated after {last.end} tokens, {expected:,.0f} for the {last.mean_held + 1:g} held"
+    """Compare the storage of the cache's tensors between the last two steps with the tokens held there."""
+    before, last = case.decode.passes[-2:]
+    held, token_bytes = last.mean_held, case.decode.token_bytes
+    text = f"{before.allocated:,} bytes are allocated between steps, before step {last.first}; {held:g} tokens are held"
+    text += f", of {token_bytes:,.0f} bytes each"
     if case.decode.first_eviction is None:
         return skipped(f"nothing is evicted: {text}")
-    return failed(text) if last.allocated > _MOST_ALLOCATED * expected else passed(text)
+    return failed(text) if before.allocated > _MOST_ALLOCATED * token_bytes * (held + 1) else passed(text)
 
 
 @check("Every row is one token read, with its own key and value.", "stale slots, or K and V gathered by other indices")
@@ -71,18 +72,22 @@ def rows(case: Case) -> Outcome:
     return _judged(case, "rows", f"all rows of {len(case.decode.passes)} passes are tokens read{rounding}")
 
 
-@check("The first tokens stay, if they are sinks.", "indices in the text are used as indices in the cache")
+@check(
+    "The first tokens stay: those of `--sinks`, otherwise those that survive the first eviction.",
+    "indices in the text are used as indices in the cache",
+)
 def sinks(case: Case) -> Outcome:
-    """Check that first tokens which survive the first eviction by position survive the later ones."""
+    """Check that sinks are held at every step."""
     if case.decode.first_eviction is None:
         return skipped("nothing is evicted")
-    count = case.sinks
+    if not case.sinks:
+        ends = [0 in head for layer in case.decode.passes[-1].held for head in layer]
+        held = f"token 0 is held at the end by {sum(ends)} of {len(ends)} KV heads"
+        return skipped(f"none are declared, and none survive the first eviction in all heads; {held}")
+    source = "" if case.subject.sinks else "; not declared, but they survive the first eviction"
     if fault := case.lost_sink(case.decode):
-        return failed(fault)
-    if count:
-        return passed(f"the first {count} tokens are held at every step")
-    ends = [0 in head for layer in case.decode.passes[-1].held for head in layer]
-    return passed(f"none expected; token 0 is held at the end by {sum(ends)} of {len(ends)} KV heads")
+        return failed(f"{fault}{source}")
+    return passed(f"the first {case.sinks} tokens are held at every step{source}")
 
 
 @check("The newest rows are the block's own tokens, in order.", "new rows are written into slots of evicted tokens")
@@ -93,10 +98,15 @@ def order(case: Case) -> Outcome:
     return _judged(case, "order", "rows are in order of time" if is_sorted else "own tokens last; older rows in another order")
 
 
-@check("A query sees all rows held and no later token.", "`get_mask_sizes` does not fit the rows that `update` returns")
+@check(
+    "A query sees all rows held, or those in the layer's sliding window, and no later token.",
+    "`get_mask_sizes` does not fit the rows that `update` returns",
+)
 def mask(case: Case) -> Outcome:
     """Check the attention mask that transformers makes from the cache's sizes."""
-    return _judged(case, "mask", "every query sees all earlier rows")
+    windows = sorted({read.window for p in case.decode.passes for read in p.reads if read.window})
+    inside = f"; in layers with a sliding window, those of the last {', '.join(map(str, windows))} tokens" if windows else ""
+    return _judged(case, "mask", f"every query sees all rows of earlier tokens{inside}")
 
 
 @check("`get_seq_length` is the number of tokens read.", "rows held are counted, so that RoPE repeats positions")
@@ -133,7 +143,7 @@ def positions(case: Case) -> Outcome:
     return passed(f"keys are {modes[0]}") if is_enough else failed(faults[0])
 
 
-@check("Two runs with one seed are equal.", "randomness that `torch.manual_seed` does not control, such as a seed from the clock")
+@check("Two runs with one seed are equal.", "randomness that `torch.manual_seed` does not control")
 def determinism(case: Case) -> Outcome:
     """Read the text again after seeding PyTorch's generator alike."""
     again = case.trace(case.shortened)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvbench.harness.audit.trace import Trace
+from kvbench.harness.audit.trace import Held
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.keep_map import Map, specification
 
@@ -23,12 +23,12 @@ p { color: #59636e }
 """
 
 
-def kept_positions(of: Trace) -> Map | None:
-    """Return the positions held after every step; None if nothing was read."""
+def _kept_map(held: dict[int, Held]) -> Map | None:
+    """Return the positions held after every step; None if nothing was held. held: tokens held before every step."""
     rows = [
-        (p.first - 1, layer, head, position)
-        for p in of.passes[1:]
-        for layer, heads in enumerate(p.held)
+        (step - 1, layer, head, position)
+        for step, layers in held.items()
+        for layer, heads in enumerate(layers)
         for head, positions in enumerate(heads)
         for position in positions
     ]
@@ -40,10 +40,8 @@ def kept_positions(of: Trace) -> Map | None:
 
 def html(audit: Audit) -> str:
     """Return the page of an audit."""
-    failed = len({check.name for check in audit.failed})
-    verdict = f"{failed} of {len(audit.rows())} checks failed" if failed else "No check failed"
     title = escape(f"Audit of {audit.target}")
-    parts = [f"<h1>{title}</h1><p>{verdict}, in {audit.seconds:.0f} s.</p>"]
+    parts = [f"<h1>{title}</h1><p>{audit.summary}.</p>"]
     for model in dict.fromkeys(check.model for check in audit.checks):
         lines = (
             f'<tr><td title="{escape(check.question)}">{check.name}</td><td class="{check.verdict}">{check.verdict}</td>'
@@ -53,8 +51,8 @@ def html(audit: Audit) -> str:
         )
         head = "<tr><th>check</th><th>verdict</th><th>evidence</th></tr>"
         parts.append(f"<h2>{escape(model)}</h2><table>{head}{''.join(lines)}</table>")
-        if model in audit.kept:
+        if (kept := _kept_map(audit.held[model])) is not None:
             parts.append("<p>Positions held after each step, by layer. The shade is the share of KV heads.</p>")
-            parts.append(Chart("kept", "", specification(audit.kept[model], "")).svg("light"))
+            parts.append(Chart("kept", "", specification(kept, "")).svg("light"))
     style = f"<style>{_STYLE}</style>"
     return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>{style}{"".join(parts)}</html>\n'

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -34,6 +35,7 @@ class Pass:
         reads: what every layer attended to; empty for a policy of ours, whose decoder answers the model's calls.
         length: what `get_seq_length` returns after the pass.
         allocated: bytes of the storage of the cache's tensors after the pass.
+        logits: logits of the block. [T, V] float32.
     """
 
     first: int
@@ -42,6 +44,7 @@ class Pass:
     reads: list[Read]
     length: int
     allocated: int
+    logits: Tensor
 
     @property
     def end(self) -> int:
@@ -65,15 +68,18 @@ class Trace:
     """Trace of a cache that reads one text.
 
     Attributes:
-        logits: logits of all tokens read. [N, V] float32.
         token_bytes: bytes of the keys and values of one token, over all layers.
         error: description of the exception that ended the trace; empty if none did.
     """
 
     passes: list[Pass] = field(default_factory=list)
-    logits: Tensor = field(default_factory=lambda: torch.zeros(0))
     token_bytes: float = 0
     error: str = ""
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Logits of all tokens read. [N, V] float32."""
+        return torch.cat([p.logits for p in self.passes]) if self.passes else torch.zeros(0)
 
     @property
     def first_eviction(self) -> int | None:
@@ -101,29 +107,42 @@ def trace(
         rotations: RoPE of every layer; empty if unknown.
         explicit: pass positions to the model, as `generate` does; for presses only when None.
     """
-    result, recorder, logits = Trace(), Recorder(rotations), []
+    result = Trace()
     try:
-        reader = Reader(subject, hf, explicit)
+        tracer = Tracer(Reader(subject, hf, explicit), hf, rotations, result)
         for block in ids[:, : sum(blocks := list(blocks))].split(blocks, 1):
-            first, cache = reader.tokens, reader.cache
-            if isinstance(cache, PolicyCache):
-                held = cache.kept()
-                logits.append(reader(block)[0])
-                report = cache.report()
-                allocated, reads = report["allocated_bytes"], []
-                result.token_bytes = report["held_bytes"] / max(1, report["kept"])
-            else:
-                with recorder.on(hf, cache):
-                    logits.append(reader(block)[0])
-                reads = [recorder.reads[layer] for layer in sorted(recorder.reads)]
-                held, result.token_bytes = [read.held() for read in reads], recorder.token_bytes
-                allocated = storage_bytes(tensors_in(cache, (nn.Module, type)))
-            length = int(cache.get_seq_length())
-            result.passes.append(Pass(first, block.shape[1], held, reads, length, allocated))
+            tracer.read(block)
     except Exception as error:  # a user's cache may raise anything
-        result.error = f"it raises {described(error)} after {reader.tokens if logits else 0} tokens"
-    result.logits = torch.cat(logits) if logits else result.logits
+        result.error = f"it raises {described(error)} after {result.passes[-1].end if result.passes else 0} tokens"
     return result
+
+
+class Tracer:
+    """Reads blocks with a cache, and adds what every layer attends to to a trace."""
+
+    def __init__(self, reader: Reader, hf: PreTrainedModel, rotations: list[Rotation | None], into: Trace) -> None:
+        """Trace an empty cache. rotations: RoPE of every layer; empty if unknown."""
+        self._reader, self._hf, self._recorder, self._trace = reader, hf, Recorder(rotations), into
+
+    def read(self, block: Tensor) -> None:
+        """Read the next tokens, which no earlier block has. [1, T] int64."""
+        first, cache, of = self._reader.tokens, self._reader.cache, self._trace
+        if isinstance(cache, PolicyCache):
+            held, logits, report = cache.kept(), self._reader(block)[0], cache.report()
+            allocated, reads = report["allocated_bytes"], list[Read]()
+            of.token_bytes = report["held_bytes"] / max(1, report["kept"])
+        else:
+            with self._recorder.on(self._hf, cache):
+                logits = self._reader(block)[0]
+            reads = [self._recorder.reads[layer] for layer in sorted(self._recorder.reads)]
+            held, of.token_bytes = [read.held() for read in reads], self._recorder.token_bytes
+            allocated = storage_bytes(tensors_in(cache, (nn.Module, type)))
+        of.passes.append(Pass(first, block.shape[1], held, reads, int(cache.get_seq_length()), allocated, logits))
+
+    def crop(self, count: int) -> None:
+        """Remove the newest tokens by the cache's own `crop`. Rows of removed tokens are unknown from now on."""
+        self._reader.crop(count)
+        self._recorder.crop(count)
 
 
 def _reads(of: Trace) -> Iterator[tuple[Read, str]]:

@@ -66,8 +66,7 @@ def audit(
         click.echo(result.to_json())
     else:
         print_rows(result.rows(), as_json=False)
-        count = len({check.name for check in result.failed})
-        click.echo(f"bench: {count} of {len(result.rows())} checks failed, in {result.seconds:.0f} s", err=True)
+        click.echo(f"bench: {result.summary}", err=True)
     if not result.ok:
         sys.exit(Exit.NO)
 
