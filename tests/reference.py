@@ -26,6 +26,7 @@ class Held:
     key: Tensor
     value: Tensor
     mass: float = 0.0
+    newest_mass: float = 0.0  # of the last step alone
 
 
 # (tokens of a head, step, layer, head) -> index of the victim
@@ -77,6 +78,10 @@ class ListBackend:
     kept: list[list[list[list[int]]]] = field(default_factory=list)  # per step, layer, head
     step: int = 0
     first_eviction: int = 0  # first step that evicts
+    budgets: dict[int, int] | None = None  # tokens kept in a layer, where it is not the capacity
+    merge: Callable[[list[list[Held]], list[list[Held]], int], None] | None = (
+        None  # (kept, evicted, layer)
+    )
 
     def __post_init__(self) -> None:
         self.rotate = family_rotation(self.model)
@@ -106,10 +111,19 @@ class ListBackend:
             mass = torch.softmax(q @ k.T * terms.scaling, -1)
             out.append(mass @ torch.stack([t.value for t in held]))
             for token, m in zip(held, mass.sum(0), strict=True):
-                token.mass = float(torch.tensor(token.mass, device=m.device) + m)
-            while len(held) > self.capacity and self.step >= self.first_eviction:
-                del held[self.choose(held, self.step, layer, head)]
+                token.mass, token.newest_mass = float(torch.tensor(token.mass, device=m.device) + m), float(m)
+        if self.step >= self.first_eviction:
+            self._evict(layer, [self.held[layer, head] for head in range(keys.shape[1])])
         return torch.cat(out)[None, :, None]
+
+    def _evict(self, layer: int, heads: list[list[Held]]) -> None:
+        """Cut every head of a layer back to its capacity; evicted tokens are merged first."""
+        victims: list[list[Held]] = [[] for _ in heads]
+        for head, held in enumerate(heads):
+            while len(held) > (self.budgets or {}).get(layer, self.capacity):
+                victims[head].append(held.pop(self.choose(held, self.step, layer, head)))
+        if self.merge is not None and any(victims):
+            self.merge(heads, [sorted(x, key=lambda t: t.position) for x in victims], layer)
 
     def _places(self, held: list[Held]) -> tuple[int, list[int]]:
         """The positions of the query and the keys."""

@@ -20,6 +20,7 @@ import kvbench
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies.h2o import H2O
+from kvbench.policies.merges import positions_for
 from kvbench.policies.sink_window import SinkWindow
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -201,7 +202,7 @@ def test_every_policy_opens_however_it_evicts(evict, tmp_path):
     """Or is refused because it decides at a prompt's end, or because its heads keep numbers of their own and pages go."""
     for name, policy in instances(tmp_path).items():
         try:
-            kept = kvbench.Cache(plain(), policy, None if policy.outcome else 32, evict=evict)
+            kept = kvbench.Cache(plain(), policy, None if policy.outcome else 32, positions=positions_for(policy), evict=evict)
         except kvbench.UserError as error:
             reason = "needs evict: prompt" if policy.outcome else "its heads keep different numbers of tokens, and whole pages"
             assert reason in str(error), name

@@ -23,6 +23,7 @@ from kvbench.harness.engine.method import EAGER, FASTEST, RAN, TOKEN_BY_TOKEN, M
 from kvbench.harness.tasks.memory.meter_stream import _kv_bytes
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
+from kvbench.policies.merges import positions_for
 from kvbench.policies.triattention import TriAttention
 from kvbench.policies.window import Window
 
@@ -41,7 +42,9 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
 
 def config_of(policy: Policy, evict: Evict, capacity: int = CAPACITY) -> CacheConfig:
     """Budgets that are an outcome need a prompt, and take no capacity."""
-    return CacheConfig(policy, None, evict="prompt") if policy.outcome else CacheConfig(policy, capacity, evict=evict)
+    if policy.outcome:
+        return CacheConfig(policy, None, evict="prompt")
+    return CacheConfig(policy, capacity, positions_for(policy), evict=evict)
 
 
 def read_all(config: CacheConfig, tokens: torch.Tensor, size: int, method: Method = EAGER, prompt: int = 0):

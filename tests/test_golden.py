@@ -18,6 +18,7 @@ from kvbench.harness.core.plugins import is_ours, policy_class
 from kvbench.harness.engine.decoder import CacheConfig, Evict
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.records import NUMERICS_VERSION
+from kvbench.policies.merges import positions_for
 
 pytestmark = pytest.mark.fast
 
@@ -36,7 +37,8 @@ def measured(row: str, folder: Path) -> list[float]:
     name, _, moment = row.partition(" ")
     evict = MOMENTS[row.removeprefix(name)]
     policy = instances(folder, [name])[name]
-    config = CacheConfig(policy, 12 if policy.evicts and not policy.outcome else None, seed=1, evict=evict)
+    capacity = 12 if policy.evicts and not policy.outcome else None
+    config = CacheConfig(policy, capacity, positions_for(policy), seed=1, evict=evict)
     read, tokens, logits = decoder(model_of("llama"), config), tokens_of(LENGTH), []
     if moment == "prompt":
         logits, tokens = [read.read_prompt(tokens[:, :PROMPT], 16)[:, None]], tokens[:, PROMPT - 1 :]

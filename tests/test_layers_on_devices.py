@@ -27,10 +27,11 @@ from kvbench.harness.models.selfcheck import check
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
+from kvbench.policies.merges import positions_for
 from kvbench.policies.recompute_window import RecomputeWindow
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-DECIDED_BY_THE_PROMPT = ["adakv", "cake", "fastgen", "simlayerkv"]
+DECIDED_BY_THE_PROMPT = ["adakv", "cake", "d2o", "fastgen", "simlayerkv"]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,10 @@ def test_a_model_half_on_a_gpu_and_half_on_the_cpu_has_the_numbers_of_one_on_the
         pytest.skip("decides at a prompt's end")
     whole, parts = (tiny_model("llama", vocab_size=96).double() for _ in range(2))
     parts = dispatch(parts, device_map(parts.config, torch.float64, [cuda, CPU], AutoModelForCausalLM))
-    config, tokens = CacheConfig(policy, None if policy.outcome else 16, evict=evict), tokens_of(48, 2).cpu()
+    config, tokens = (
+        CacheConfig(policy, None if policy.outcome else 16, positions_for(policy), evict=evict),
+        tokens_of(48, 2).cpu(),
+    )
     logits, kept = [], []
     for model in (adopt(whole), adopt(parts)):
         read, given = CachedDecoder(model, config, 2), tokens.to(model.device)
@@ -96,7 +100,7 @@ def test_a_model_is_loaded_in_parts(random, model_dir, monkeypatch):
 def test_budgets_of_a_prompt_see_all_layers_on_one_device(policy, policies):
     """Budgets equal those of a model without hooks."""
     kind = policies[policy]
-    config = CacheConfig(kind, None if policy_class(policy).outcome else 16, evict="prompt")
+    config = CacheConfig(kind, None if policy_class(policy).outcome else 16, positions_for(kind), evict="prompt")
     whole, parts = adopt(tiny_model("llama", vocab_size=96)), tiny_model("llama", vocab_size=96)
     parts = adopt(dispatch(parts, device_map(parts.config, torch.float32, [CPU, CPU], AutoModelForCausalLM)))
     reads = [CachedDecoder(model, config, 2) for model in (whole, parts)]
@@ -132,7 +136,7 @@ def test_what_belongs_to_a_layer_is_on_its_device(name, policies):
     if policy.outcome:
         pytest.skip("decides at a prompt's end, which reads numbers that `meta` has not")
     model = half_on_meta()
-    config = CacheConfig(policy, 16 if policy.evicts else None)
+    config = CacheConfig(policy, 16 if policy.evicts else None, positions_for(policy))
     for method, sizes in ((EAGER, [5, 1, 11, 1]), (FASTEST, [14, 1, 2])):
         read = CachedDecoder(model, config, 2, method)
         assert {walk.slots.device for walk in read.walks} == {CPU, META}

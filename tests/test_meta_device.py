@@ -42,6 +42,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
+from kvbench.policies.merges import positions_for
 from kvbench.policies.recompute_sink_window import RecomputeSinkWindow
 from kvbench.policies.sink_window import SinkWindow
 
@@ -52,7 +53,7 @@ META = torch.device("meta")
 VOCABULARY, CAPACITY, LIMIT = 96, 8, 12
 MODES = ["cache", "stream", "clamped"]
 FAMILIES = ["llama", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "phi", "qwen3_moe"]
-DECIDED_BY_THE_PROMPT = ["adakv", "cake", "fastgen", "simlayerkv"]
+DECIDED_BY_THE_PROMPT = ["adakv", "cake", "d2o", "fastgen", "simlayerkv"]
 STREAMING = [name for name in default_policies() if not policy_class(name).outcome]
 CACHED = [name for name in STREAMING if policy_class(name).caches]
 # A position mode changes how keys are turned before attention. Of the scores only these are about rotated keys.
@@ -120,7 +121,7 @@ def config_of(policy: Policy | str, mode: str = "cache", capacity: int = CAPACIT
     if isinstance(policy, str):
         kind = policy_class(policy)
         policy = kind(sinks=2) if issubclass(kind, SinkWindow) else kind()
-    return CacheConfig(policy, capacity if policy.evicts else None, mode, LIMIT)
+    return CacheConfig(policy, capacity if policy.evicts else None, positions_for(policy) if mode == "cache" else mode, LIMIT)
 
 
 def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> None:
@@ -200,7 +201,7 @@ def test_a_prompt_that_is_evicted_once(policy, mode):
 @pytest.mark.parametrize("name", [name for name in evicting() if name not in DECIDED_BY_THE_PROMPT])
 def test_every_cadence_with_a_prompt(name, policies):
     """Tables of budgets are made by the host, which copies them, and waits for nothing."""
-    read = CachedDecoder(meta_model("llama"), CacheConfig(policies[name], 12, limit=LIMIT, evict=5), 2)
+    read = CachedDecoder(meta_model("llama"), CacheConfig(policies[name], 12, positions_for(policies[name]), LIMIT, evict=5), 2)
     with nullcontext() if name in HAS_A_TABLE else OnlyDevice():
         read.read_prompt(tokens_of(20), 16, once=True)
         read(tokens_of(1))  # a table that steps need moves to the device once
@@ -233,7 +234,7 @@ def test_a_step_whose_logits_are_chosen_needs_no_index():
 def test_budgets_that_the_data_decide_make_the_host_wait_at_a_prompts_end_and_nowhere_else(name, policies):
     """The number of tokens that each head holds becomes the shape of its tensors. Without a prompt, no step waits."""
     policy = policies[name]
-    config = CacheConfig(policy, None if policy.outcome else 12, limit=LIMIT, evict="prompt")
+    config = CacheConfig(policy, None if policy.outcome else 12, positions_for(policy), LIMIT, evict="prompt")
     with pytest.raises((RuntimeError, NotImplementedError), match=r"meta tensor"):
         CachedDecoder(meta_model("llama"), config, 2).read_prompt(tokens_of(20), 16)
     if not policy.outcome:

@@ -19,6 +19,7 @@ from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Budget, Cadence, LayerHeads, LayerShape, Slots
 from kvbench.policies import Policy, Statistic
+from kvbench.policies.merges import Evicted, Merging
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
 Key = TypeVar("Key", bound=Hashable)
@@ -202,6 +203,8 @@ class Layout:
             rows.update(rows.observation_buffers(), None)
             policy.importance(rows.view)
             policy.prompt_budgets([rows.view] * len(self._model.layers), self._config.capacity)
+            if isinstance(policy, Merging):
+                policy.merge(rows.view, Evicted.of(rows.view.valid, rows.view.valid, rows.view, 1))
         except Exception:  # the view has no keys, or a user's policy raised any other error
             return True
         return False

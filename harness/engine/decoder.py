@@ -16,7 +16,9 @@ from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.device import free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.evict import Evict, Pages, at_once, pages_of
+from kvbench.harness.core.parameters import policies_inside
 from kvbench.policies import Policy, PositionMode
+from kvbench.policies.merges import Merging
 
 if TYPE_CHECKING:
     from kvbench.harness.engine.model import Model
@@ -61,9 +63,29 @@ class CacheConfig:
             raise ValueError(f"{name} decides at a prompt's end how much it keeps: it needs evict: prompt")
         if self.kv is not None and not self.policy.caches:
             raise ValueError(f"{name} keeps no cache, so there is nothing to code: leave `kv` out")
+        self._refuse_merging()
         refused = "" if self.kv is None else self.kv.why_not(self.positions, self.policy.evicts and self.evict != "prompt")
         if refused:
             raise ValueError(refused)
+
+    def _refuse_merging(self) -> None:
+        """Refuse caches into which evicted tokens can't be merged.
+
+        Raises:
+            ValueError: names the reason.
+        """
+        name = type(self.policy).__name__
+        inside = [type(p).__name__ for p in policies_inside(self.policy) if isinstance(p, Merging)]
+        if inside:
+            raise ValueError(f"{inside[0]} merges evicted tokens, so no policy can be around it: it must be around {name}")
+        if not isinstance(self.policy, Merging):
+            return
+        if self.kv is not None:
+            raise ValueError(f"{name} changes stored values, which `kv` would code again at every step: leave kv out")
+        if self.policy.merges_keys and self.positions != "stream":
+            raise ValueError(f"{name} merges keys, which belong to one position: positions must be stream")
+        if self.capacity is not None and self.evict != "prompt" and self.policy.bind(self.capacity).pool_floor(self.capacity):
+            raise ValueError(f"{name} can't merge where heads compete for slots: it needs evict: prompt")
 
     @property
     def every(self) -> int:

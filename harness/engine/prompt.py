@@ -19,6 +19,7 @@ from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.victims import of_heads, of_layers, of_pages
 from kvbench.policies import CacheView, Policy, Statistic
+from kvbench.policies.merges import Merging
 
 
 class Whole:
@@ -72,7 +73,10 @@ class Whole:
             of_layer = None if requested is None else requested[:, layer].to(rows.rank.device)
             of_table = None if table is None else table[layer]
             kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor, pages))
-            rows.forget((rows.rank < rows.rank.shape[1]) & ~kept[-1])
+            evicted = (rows.rank < rows.rank.shape[1]) & ~kept[-1]
+            if isinstance(policy, Merging):
+                rows.merge(policy, evicted, self.length)
+            rows.forget(evicted)
         return kept, self._known_counts(capacity, table) if requested is None and floor is None else None
 
     def _known_counts(self, capacity: int | None, table: Table | None) -> list[list[int]]:

@@ -18,6 +18,7 @@ from kvbench.harness.engine.slot_stores import stages
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.victims import of_heads, of_layers, of_pages, ranks_without
 from kvbench.policies import Attention, Policy, Seen
+from kvbench.policies.merges import Evicted, Merging
 
 
 class Rows(HeldRows):
@@ -114,6 +115,8 @@ class Rows(HeldRows):
             rank = rank.masked_fill(rank == empty, -1)
         lowest = importance.amin(-1, keepdim=True)
         victim_rank, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
+        if isinstance(self._slots.policy, Merging):
+            self.merge(self._slots.policy, torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, victim_rank >= 0), 1)
         if self.summed:
             self.forget_one(victim, victim_rank >= 0)
         torch.add(victim[:, 0], self.row_base, out=self.free)
@@ -121,6 +124,18 @@ class Rows(HeldRows):
             victim_rank = victim_rank.masked_fill(victim_rank < 0, empty)
         self.rank.sub_((self.rank > victim_rank).long())
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
+
+    def merge(self, policy: Merging, evicted: Tensor, most: int) -> None:
+        """Merge evicted tokens into kept ones. evicted: [R, S] bool; most: maximum number of evicted tokens of a row."""
+        window = self._slots.shape.sliding_window
+        shown = evicted.unflatten(0, (-1, self.heads))
+        visible = shown if window is None else shown & (self.view.age < window - 1)
+        merged = policy.merge(self.view, Evicted.of(shown, visible, self.view, most))
+        self._values.put(merged.values.flatten(0, 1))
+        if merged.keys is not None:
+            self._keys.put(merged.keys.flatten(0, 1))
+        for statistic, state in merged.states.items():
+            self.states[statistic].copy_(state)
 
     def importance(self, policy: Policy, full: bool = False) -> Tensor:
         """Return a policy's importance of each token, -inf for tokens that no later query may see. [R, S] float32.
@@ -156,6 +171,8 @@ class Rows(HeldRows):
                 budget.floor,
                 slots.most_victims,
             ).flatten(0, 1)
+        if isinstance(slots.policy, Merging):
+            self.merge(slots.policy, victims, slots.most_victims)
         if self.summed:
             self.forget(victims)
         self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))

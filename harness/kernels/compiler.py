@@ -22,6 +22,7 @@ from kvbench.harness.core.user_cache import private_folder, why_unsafe
 from kvbench.harness.kernels.policy_program import ARRAYS, Layout, Programs, programs
 from kvbench.harness.kernels.tracing import NotTraceableError, traced
 from kvbench.policies import HeadSizes, Policy
+from kvbench.policies.merges import Merging
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 120
@@ -138,6 +139,8 @@ def why_untraced(policy: Policy) -> str:
 
 def why_not(policy: Policy) -> str:
     """Return the reason that a bound policy has no compiled walk on this machine; empty if it has one."""
+    if isinstance(policy, Merging):
+        return "no kernel merges evicted tokens"
     because = why_untraced(policy)
     if not because:
         return built_of(policy, "walk.c", "walk").why_not

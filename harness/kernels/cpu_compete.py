@@ -15,6 +15,7 @@ from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels.compiler import Built, built_of, built_without_policy, why_untraced
 from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of
+from kvbench.policies.merges import Merging
 from kvbench.policies.view import mixed_seed
 
 
@@ -54,9 +55,11 @@ class CompeteKernel:
 
     @classmethod
     def built(cls, slots: Slots) -> Built:
-        """Build the C function. Slots without an evicting pool, or with statistics per head, get neither function nor reason."""
+        """Build the C function. It serves pools from which tokens are evicted, not merged, without statistics per head."""
         summed = any(s.per == "head" for s in slots.tensors.states)
-        if slots.tensors.pool is None or slots.capacity is None or slots.state_dtype != torch.float32 or summed:
+        if slots.tensors.pool is None or slots.capacity is None or slots.state_dtype != torch.float32:
+            return Built()
+        if summed or isinstance(slots.policy, Merging):
             return Built()
         if cls._traceable(slots):
             return built_of(slots.policy, "compete.c", "compete")

@@ -27,6 +27,7 @@ from kvbench.harness.suite import policy_with, yaml_value
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
+from kvbench.policies.merges import positions_for
 
 DEFAULT_CAPACITIES = (16, 17, 64, 256)
 _TOKENS_PAST_FULL = 40
@@ -164,7 +165,8 @@ def _tokens(length: int, streams: int = 2) -> Tensor:
 
 def _config(on: Case, evict: Evict = 1) -> CacheConfig:
     takes_capacity = on.policy.evicts and not on.policy.outcome
-    return CacheConfig(on.unbound, on.capacity if takes_capacity else None, evict="prompt" if on.policy.outcome else evict)
+    capacity, evict = on.capacity if takes_capacity else None, "prompt" if on.policy.outcome else evict
+    return CacheConfig(on.unbound, capacity, positions_for(on.unbound), evict=evict)
 
 
 def _held(read: Any) -> list[float]:

@@ -1,0 +1,43 @@
+"""Merging of values: an evicted token's value is averaged into that of the kept token with the most similar key.
+
+Source: NVIDIA/kvpress 8bb29b9, presses/merging_press.py (`MergingPress`).
+Differs: any policy may be inside, between steps too. `merge_fraction`, the share of evicted tokens that are merged, is always 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from kvbench.policies.h2o import H2O
+from kvbench.policies.merges import Evicted, Merged, Merging, Nearest
+from kvbench.policies.policy import Policy
+from kvbench.policies.view import CacheView
+
+_EPSILON = 1e-6  # keeps a division finite
+
+
+@dataclass(frozen=True)
+class ValueMerging(Merging):
+    """Evict what `score` evicts, and merge its value into the kept token with the most similar key. Keys stay as they are."""
+
+    score: Policy = field(default_factory=H2O)
+    threshold: float = 0.0  # cosine below which a value is dropped
+
+    def bind(self, capacity: int) -> Self:
+        """Bind the policy inside and check `threshold`."""
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold {self.threshold} is not between 0 and 1")
+        return super().bind(capacity)
+
+    def merge(self, view: CacheView, evicted: Evicted) -> Merged:
+        """Average values, weighted by similarity and by the share of the evicted value's norm."""
+        nearest = Nearest.of(view, evicted)
+        values, given = view.values.to(nearest.rotated.dtype), evicted.take(view.values).to(nearest.rotated.dtype)
+        target = values.norm(dim=-1).gather(-1, nearest.slot)
+        weights = nearest.similarity.clamp(min=0) * (nearest.similarity >= self.threshold) * evicted.real
+        norm = given.norm(dim=-1)
+        weights = weights * norm / (norm + target + _EPSILON)
+        total = nearest.add(values.new_zeros(values.shape[:-1]), weights)[..., None]
+        merged = nearest.add(values, weights[..., None] * given) / (1 + total)
+        return Merged(merged.to(view.values.dtype).where(total > 0, view.values))
