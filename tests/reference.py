@@ -79,9 +79,7 @@ class ListBackend:
     step: int = 0
     first_eviction: int = 0  # first step that evicts
     budgets: dict[int, int] | None = None  # tokens kept in a layer, where it is not the capacity
-    merge: Callable[[list[list[Held]], list[list[Held]], int], None] | None = (
-        None  # (kept, evicted, layer)
-    )
+    merge: Callable[[list[list[Held]], list[list[Held]], int], None] | None = None  # (kept, evicted, layer)
 
     def __post_init__(self) -> None:
         self.rotate = family_rotation(self.model)
