@@ -3,12 +3,13 @@
 if __name__ != "kvbench.policies":
     raise ImportError("policies is kvbench.policies")
 
+from kvbench.policies.merges import Evicted, Merged, Merging, Nearest
 from kvbench.policies.policy import Composed, Policy, PositionMode, Scope
 from kvbench.policies.statistic import Attention, HeadSizes, Seen, Statistic, Written
 from kvbench.policies.statistics import AttentionSum, KeyNorm, Recent, RecentAttention, TokenId, ValueNorm
 from kvbench.policies.view import CacheView
 
 __all__ = [
-    "Attention", "AttentionSum", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode", "Recent",
-    "RecentAttention", "Scope", "Seen", "Statistic", "TokenId", "ValueNorm", "Written",
+    "Attention", "AttentionSum", "CacheView", "Composed", "Evicted", "HeadSizes", "KeyNorm", "Merged", "Merging", "Nearest",
+    "Policy", "PositionMode", "Recent", "RecentAttention", "Scope", "Seen", "Statistic", "TokenId", "ValueNorm", "Written",
 ]  # fmt: skip

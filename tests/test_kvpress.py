@@ -14,6 +14,7 @@ from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.models.families import tiny_model
+from kvbench.policies import CacheView
 
 pytest.importorskip("kvpress", reason="`make peers` installs it beside an older transformers")
 PROMPT, LATER, KEPT = 128, 40, 80  # with other numbers kvpress rounds budgets of layers and partitions otherwise
@@ -31,6 +32,8 @@ ROWS = [  # a press with its parameters, and the policy of ours that bears its n
     ("ExpectedAttentionPress", {}, "expected_attention", {}),
     ("ExpectedAttentionPress", {"use_vnorm": False}, "expected_attention", {"value_norm": False}),
     ("CriticalKVPress", {"press": SNAP}, "criticalkv", {"epsilon": 2e-4 * 16, "score": OUR_SNAP}),
+    ("MergingPress", {"press": {"name": "kvpress:KnormPress"}}, "merging", {"score": "knorm"}),
+    ("MergingPress", {"press": SNAP, "similarity_threshold": 0.4}, "merging", {"score": OUR_SNAP, "threshold": 0.4}),
     ("ChunkKVPress", {"press": SNAP, "chunk_length": 16}, "chunkkv", {"chunk": 16, "score": OUR_SNAP, "variant": "kvpress"}),
     (
         "SimLayerKVPress",
@@ -67,3 +70,21 @@ def test_a_press_equals_our_policy_of_that_name(model, press, parameters, policy
     expected = after_prompt(model, CacheConfig(ours, None if ours.outcome else KEPT, "stream", evict="prompt"), tokens)
     assert (found - expected).abs().max() < 3e-4
     assert abs(found.mean() - expected.mean()) < 1e-5
+
+
+def test_cam_equals_their_press(model, monkeypatch):
+    """NLLs with one KV head, since the press evicts equal tokens in all heads, and with a coin that both decide alike."""
+    monkeypatch.setattr(torch, "bernoulli", lambda probability: (probability > 0.5).to(probability))
+    monkeypatch.setattr(CacheView, "uniform", lambda view: torch.full(view.rank.shape, 0.5))
+    one_head, tokens = adopt(tiny_model("llama", vocab_size=512, num_key_value_heads=1)), torch.arange(100)[None]
+    press = {"base_press": {"name": "kvpress:KnormPress"}, "compression_interval": 1, "target_size": 24, "merge_budget": 8}
+    theirs = CacheConfig(policy_from("kvpress:CAMPress", press), positions="stream")
+    ours = CacheConfig(policy_from("cam", {"score": "knorm", "spread": 8}), 24, "stream")
+    dropped = CacheConfig(policy_from("knorm", {}), 24, "stream")
+    losses = []
+    for config in (theirs, ours, dropped):
+        read = decoder(one_head, config, 1, replace(EAGER, own_loop=OwnLoop("")))
+        first = read.read_prompt(tokens[:, :1], 1)[:, None] if config is theirs else read(tokens[:, :1])
+        losses.append(nll(torch.cat([first, *(read(tokens[:, t : t + 1]) for t in range(1, 100))], 1), tokens))
+    assert (losses[1] - losses[0]).abs().max() < 3e-4
+    assert (losses[1] - losses[2]).abs().max() > 0.1
