@@ -1,4 +1,4 @@
-"""Messages for bad budgets: one line that names the suite's file and line, before anything is measured."""
+"""Messages for policies that a cell can't use: one line that names the suite's file and line, before anything is measured."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ policies:
         ("{name: headkv, file: TABLE, capacity: 32}", ("expected {'importance': 4 lists of 2",)),
         ('{name: "FILE:Floor", capacity: 16}', ("at least 17", "16 on average")),
         ("{name: window, capacity: 16, evict: prompt}", ("prompt",)),
+        ("{name: d2o, capacity: 16}", ("D2O merges keys", "positions must be stream")),
     ],
 )
 def test_one_line_names_file_and_line_and_nothing_is_measured(entry, words, tmp_path: Path, capsys):

@@ -174,21 +174,22 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
             continue
         if cell.most_kept is not None and holds_kv(cell.policy):
             refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, work.side_by_side, cell.kv), free, model.device)
-        _refuse_wrong_budgets(cell, work.prompt or None, model)
+        _refuse_unfit_policy(cell, work.prompt or None, model)
 
 
-def _refuse_wrong_budgets(cell: Cell, prompt: int | None, model: Model) -> None:
-    """Refuse a policy whose table of budgets does not fit the model, before anything is measured.
+def _refuse_unfit_policy(cell: Cell, prompt: int | None, model: Model) -> None:
+    """Refuse a policy whose table of budgets does not fit the model, or that can't use the cache, before anything is measured.
 
     prompt: length of the cell's prompts, in tokens; None without prompts.
 
     Raises:
-        UserError: the table has another shape, its budgets don't add up, or the minimum per head exceeds the mean.
+        UserError: the table has another shape, its budgets don't add up, the minimum per head exceeds the mean, or the policy
+            needs another position mode.
     """
     if cell.capacity is None:
         return
-    config = CacheConfig(cell.policy, cell.capacity, evict=cell.evict)
     try:
+        config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, evict=cell.evict)
         static_table(model, config, prompt if cell.evict == "prompt" else None)
         floor_of(cell.policy.bind(cell.capacity), cell.capacity)
     except Exception as error:  # a user's policy may raise anything
