@@ -120,12 +120,14 @@ def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
     """
     if not Path(out).name:
         raise UserError(f"--out '{out}' is not the name of a file")
-    beside = {name: str(Path(out).with_name(name)) for name in ("paper.md", "index.html", "feed.json")} if out != STDOUT else {}
+    side_files = (
+        {name: str(Path(out).with_name(name)) for name in ("paper.md", "index.html", "feed.json")} if out != STDOUT else {}
+    )
     targets = {} if paper == STDOUT else {"leaderboard": ("--out", out)}
-    if paper is not None or beside:
-        targets["paper"] = ("--paper", paper or beside["paper.md"])
-    if beside and "leaderboard" in targets:
-        targets |= {"site": ("--out", beside["index.html"]), "feed": ("--out", beside["feed.json"])}
+    if paper is not None or side_files:
+        targets["paper"] = ("--paper", paper or side_files["paper.md"])
+    if side_files and "leaderboard" in targets:
+        targets |= {"site": ("--out", side_files["index.html"]), "feed": ("--out", side_files["feed.json"])}
     paths = [Path(path).absolute() for _, path in targets.values() if path != STDOUT]
     if len(set(paths)) < len(paths):
         raise UserError(f"{out}: two pages would be written to one file: give another --out or --paper")

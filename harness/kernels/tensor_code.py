@@ -109,13 +109,13 @@ class _Writer:
         return text
 
     def _pointer(self, x: Tensor) -> str:
-        at, kind = address(x), type_of(x.dtype)
+        key, kind = address(x), type_of(x.dtype)
         if not self._varies(x):
             return self._constant(x)
-        if at in self._names:
-            self._reads.add(self._names[at])
-            return f"(({kind} *){self._names[at]})"
-        return f"(({kind} *)(scratch + {self._offsets[at]}))"
+        if key in self._names:
+            self._reads.add(self._names[key])
+            return f"(({kind} *){self._names[key]})"
+        return f"(({kind} *)(scratch + {self._offsets[key]}))"
 
     def _constant(self, x: Tensor) -> str:
         """Declare a constant array. Constants are contiguous copies."""
@@ -221,8 +221,8 @@ class _Writer:
         x, dim, places = op.args[0], op.args[1] % op.args[0].dim(), op.args[2]
 
         def value(index: Sequence[str]) -> str:
-            at = index if op.name == "gather" else [index[dim]]
-            return self.element(x, [*index[:dim], f"within({self.element(places, at)}, {x.shape[dim]})", *index[dim + 1 :]])
+            position = index if op.name == "gather" else [index[dim]]
+            return self.element(x, [*index[:dim], f"within({self.element(places, position)}, {x.shape[dim]})", *index[dim + 1 :]])
 
         self._each(op.outs[0], value)
 

@@ -24,7 +24,7 @@ def inlined(recorder: Recorder) -> dict[int, Operation]:
     before anything is changed in place. An operation in place reads every element just before it changes that element.
     """
     operations = recorder.operations
-    found: dict[int, Operation] = {}
+    result: dict[int, Operation] = {}
     reads: dict[int, list[Tensor]] = {}  # of an inlined operation, with those of what is inlined in it
     uses: dict[int, list[int]] = {}
     for i, op in enumerate(operations):
@@ -41,8 +41,8 @@ def inlined(recorder: Recorder) -> dict[int, Operation]:
         if user.name.endswith("_"):
             unchanged &= all(address(x) != address(user.outs[0]) or _alike(x, user.outs[0]) for x in read)
         if unchanged and (same_shape or user.name in REDUCTIONS) and any(x is out for x in _operands(user)):
-            found[address(out)], reads[address(out)] = op, read
-    return found
+            result[address(out)], reads[address(out)] = op, read
+    return result
 
 
 def placed(recorder: Recorder, within: Mapping[int, Operation]) -> tuple[dict[int, int], int]:
@@ -65,18 +65,18 @@ def placed(recorder: Recorder, within: Mapping[int, Operation]) -> tuple[dict[in
     free: list[tuple[int, int]] = []  # size and offset of memory that may be used again
     end = 0
     for i, op in enumerate(recorder.operations):
-        for at in (address(x) for x in op.outs):
-            if at in offsets or at not in sizes or at in within:
+        for key in (address(x) for x in op.outs):
+            if key in offsets or key not in sizes or key in within:
                 continue
-            fitting = min((part for part in free if part[0] >= sizes[at]), default=None)
+            fitting = min((part for part in free if part[0] >= sizes[key]), default=None)
             if fitting is None:
-                offsets[at], end = end, end + sizes[at]
+                offsets[key], end = end, end + sizes[key]
                 continue
             free.remove(fitting)
-            offsets[at] = fitting[1]
-            if fitting[0] > sizes[at]:
-                free.append((fitting[0] - sizes[at], fitting[1] + sizes[at]))
-        free += [(sizes[at], offsets[at]) for at, use in last.items() if use == i and at in offsets]
+            offsets[key] = fitting[1]
+            if fitting[0] > sizes[key]:
+                free.append((fitting[0] - sizes[key], fitting[1] + sizes[key]))
+        free += [(sizes[key], offsets[key]) for key, use in last.items() if use == i and key in offsets]
     return offsets, end
 
 

@@ -65,8 +65,8 @@ def _sentence(leaders: dict[str, list[str]]) -> str:
     if everywhere:
         control = ", nor from a random choice" if any(name.startswith(CONTROL) for name in everywhere) else ""
         tied = _names([name for name in everywhere if not name.startswith(CONTROL)], "and")
-        apart = f"{tied} can't be told apart{control}" if tied != chosen else f"It can't be told{control.removeprefix(', nor')}"
-        return f"choose {chosen}. {apart}, and no policy has better quality (95 % confidence)."
+        tie = f"{tied} can't be told apart{control}" if tied != chosen else f"It can't be told{control.removeprefix(', nor')}"
+        return f"choose {chosen}. {tie}, and no policy has better quality (95 % confidence)."
     parts = [f"{head}: {_names(sorted(names), 'or')}" for head, names in leaders.items()]
     return f"no policy leads everywhere. Leaders (95 % confidence): {'; '.join(parts)}."
 

@@ -227,9 +227,9 @@ def _texts(part: Sequence[Record], machine: str) -> Iterator[Question]:
         options = repr(record.cell.options)
         known = next((key for key in texts if key[0] == options), None) if record.status != "ok" else None
         texts.setdefault(known or (options, record.data.ids_sha256), []).append(record)
-    beside = [*poolable([r for r in part if _answers(r)]), *(r for r in part if r.measures(StepMetrics))]
+    companions = [*poolable([r for r in part if _answers(r)]), *(r for r in part if r.measures(StepMetrics))]
     for text in texts.values():
-        yield from _by_eviction("perplexity", text, beside, machine)
+        yield from _by_eviction("perplexity", text, companions, machine)
 
 
 def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
@@ -239,7 +239,7 @@ def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
         yield from _by_eviction("answers", task, [r for r in part if r.measures(StepMetrics)], machine)
 
 
-def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], machine: str) -> Iterator[Question]:
+def _by_eviction(measure: Measure, subject: list[Record], companions: list[Record], machine: str) -> Iterator[Question]:
     """Yield a question for each time of eviction, mode of positions and codec with a measured cache.
 
     References evict nothing, so they are in all questions. A coded reference is only in questions with the same codec. The usual
@@ -249,7 +249,9 @@ def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], 
     names = {id(r) for r in subject}
     for evicts, positions, stored in sorted(caches, key=lambda x: (x[0], x[2], x[1] != usual_positions(x[0]), x[1])):
         several = len({mode for moment, mode, _ in caches if moment == evicts}) > 1
-        alike = [r for r in [*subject, *beside] if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
+        alike = [
+            r for r in [*subject, *companions] if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)
+        ]
         together = [r for r in alike if r.cell.stored == stored or (is_reference(r) and not r.cell.stored)]
         measured = [row for row in rows(together) if any(id(r) in names for r in row.records)]
         shown = [r for r in together if id(r) in names]

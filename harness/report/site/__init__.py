@@ -35,7 +35,7 @@ def render(
         pictures: pictures by cell (`maps.maps`).
         embedded_bytes: largest number of bytes of data that the page itself may hold.
     """
-    shown, scripts, beside, room = [], [], {}, embedded_bytes
+    shown, scripts, side_files, room = [], [], {}, embedded_bytes
     for suite, data in _suites(feed, pictures or {}):
         script = f"kvbench({_literal(suite['file'])}, {_literal(data)});\n"
         size = len(script.encode())
@@ -43,13 +43,13 @@ def render(
             room -= size
             scripts.append(script)
         else:
-            beside[f"{suite['file']}.js"] = script
+            side_files[f"{suite['file']}.js"] = script
         shown.append(suite)
     index = _literal({"folder": FOLDER, "measured": feed["measured"], "default": feed["default"], "suites": shown})
     frame, css = ((_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css"))
     parts = {"css": css, "data": f"const index = {index};\n{''.join(scripts)}", "js": program()}
     text = re.sub(r"/\*(css|data|js)\*/", lambda place: parts[place[1]], frame)  # in one pass, because parts may contain marks
-    return text, beside
+    return text, side_files
 
 
 def _suites(feed: dict[str, Any], pictures: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
