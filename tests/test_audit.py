@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -169,6 +170,15 @@ def test_the_mask_of_a_sliding_window_hides_earlier_tokens():
     checks = [only("mask", DynamicCache, model(family)).checks[-1].evidence for family in ("llama", "gemma3_text")]
     assert checks[0] == "every query sees all rows of earlier tokens"
     assert checks[1] == f"{checks[0]}; in layers with a sliding window, those of the last 16 tokens"
+
+
+def test_keys_that_hardly_turn_are_placed_exactly():
+    """A distance of one token changes these keys by a hundredth, as those of some heads of trained models."""
+    slow = deepcopy(model())
+    for layer in slow.model.layers:
+        weight = layer.self_attn.k_proj.weight.data.unflatten(0, (-1, 2, slow.config.head_dim // 2))
+        weight[:, :, :-1] *= 1e-3  # all frequencies but the lowest
+    assert only("positions", wrong_caches.Ranked, slow, budget=BUDGET).ok
 
 
 def test_a_cache_that_keeps_the_first_tokens_keeps_padding():

@@ -27,7 +27,7 @@ from kvbench.harness.engine.watch import layers_of
 
 UNKNOWN = -1  # token of a row that equals none of the tokens read
 UNPLACED = -(10**9)  # position of a key that is no rotation of its token's key
-_ROUNDED = 0.02  # relative difference up to which a key was not rotated
+_CLEARLY_CLOSER = 0.5  # error of the best rotation, relative to that of no rotation, up to which a key was rotated
 _UNLIKE = 0.5  # relative difference from which a row is another token's; quantized rows differ by less
 
 
@@ -123,7 +123,7 @@ class Recorder:
         """Return the position that RoPE gave to each row's key. [H, S, D], [H, N, D], [H, S] -> [H, S]."""
         own = given.gather(1, tokens.clamp(min=0)[..., None].expand(*tokens.shape, given.shape[-1]))
         places = self._positions[tokens.clamp(min=0)]
-        moved = (tokens != UNKNOWN) & ((keys - own).norm(dim=-1) > _ROUNDED * own.norm(dim=-1))
+        moved = (tokens != UNKNOWN) & (keys != own).any(-1)
         if bool(moved.any()):
             rotation = self._rotations[layer] if self._rotations else None
             places[moved] += _distance(own[moved], keys[moved], rotation, 2 * int(self._positions.max()) + 2)
@@ -148,8 +148,9 @@ def _distance(own: Tensor, keys: Tensor, rotation: Rotation | None, longest: int
     angles = candidates[:, None].double() * rotation.frequencies.cpu()
     factors = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # [candidates, P]
     best = ((before.conj() * after) @ factors.conj().T).real.argmax(-1)
-    error = (after - before * factors[best]).abs().norm(dim=-1) / before.abs().norm(dim=-1)
-    return torch.where(error < _UNLIKE, candidates[best], UNPLACED)
+    own_error, error = ((after - x).abs().norm(dim=-1) / before.abs().norm(dim=-1) for x in (before, before * factors[best]))
+    is_rotated = error <= _CLEARLY_CLOSER * own_error  # otherwise, rounding hides how far a key of slow dims was moved
+    return torch.where(error < _UNLIKE, torch.where(is_rotated, candidates[best], 0), UNPLACED)
 
 
 def _visible(mask: Tensor | None, count: int, rows: int) -> Tensor:

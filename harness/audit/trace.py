@@ -212,8 +212,9 @@ def placement(of: Trace) -> tuple[str, str]:
 
 
 def _misplaced(of: Trace, mode: str) -> tuple[int, str]:
-    """Return the step of the first fault, and the fault; the number of tokens and "" if there is none."""
-    for read, when in _reads(of):
+    """Return the number of reads before the first fault, and the fault; "" if there is none."""
+    count = 0
+    for count, (read, when) in enumerate(_reads(of)):
         for head, (tokens, places) in enumerate(zip(read.tokens, read.places, strict=True)):
             known = (tokens != UNKNOWN) & (places != UNPLACED)
             tokens, places = tokens[known], places[known]
@@ -225,11 +226,11 @@ def _misplaced(of: Trace, mode: str) -> tuple[int, str]:
                 wrong = ((place - places) != expected) & (tokens <= query)
                 if bool(wrong.any()):
                     row = int(wrong.nonzero()[0])
-                    return query, (
+                    return count, (
                         f"{when}, KV head {head}: RoPE puts the key of token {int(tokens[row])} at distance "
                         f"{place - int(places[row])} of its query, expected {_expected(query, own, tokens, ranks, row)}"
                     )
-    return 2**62, ""
+    return count, ""
 
 
 def _expected(query: int, own: int, tokens: Tensor, ranks: Tensor, row: int) -> str:

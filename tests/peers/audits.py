@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from importlib.metadata import version
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from kvbench.harness.audit.audit import audited, models_of
 from kvbench.harness.audit.subject import subject_of
 
-SKIPPED = ("reset",)  # of transformers 5.2: its caches keep their length
+SKIPPED = ("reset",)  # transformers 5.2 zeroes keys and values, and keeps their number
 KNORM = "{name: 'kvpress:KnormPress', compression_ratio: 0.5}"
 HALF = "compression_ratio=0.5"
 DECODING = ("target_size=32", "compression_interval=4")
@@ -39,19 +38,18 @@ TARGETS = [  # name, parameters, and the tokens that it should hold
 
 
 def main() -> None:
-    """Audit on the tiny models, or on the models that are named."""
+    """Audit on the tiny models and on SmolLM2."""
     logging.disable(logging.WARNING)  # presses name models that they were not tested with
     torch.set_num_threads(1)
-    models = [model for name in sys.argv[1:] for model in models_of(name)] or models_of(None)
-    versions = {name: version(name) for name in ("kvpress", "transformers")}
+    models = [*models_of(None), *models_of("smollm2")]
+    versions = {name: version(name) for name in ("kvpress", "transformers", "torch")}
     for target, settings, budget in TARGETS:
         # kvpress is not tested with Gemma 3 for text alone, the tiny model with sliding windows.
         tested = [model for model in models if model.name != "window" or not target.startswith("kvpress:")]
         audit = audited(subject_of(target, settings, budget, 0), tested, None, SKIPPED)
-        failed = [{"check": row["check"], "evidence": row["evidence"].split(". Usually")[0]} for row in audit.rows()]
-        names = {check.name for check in audit.failed}
-        row = {"target": target, "settings": settings, "failed": [entry for entry in failed if entry["check"] in names]}
-        print(json.dumps(row | {"versions": versions}), flush=True)
+        failed = [{"check": check.name, "model": check.model, "evidence": check.evidence} for check in audit.failed]
+        row = {"target": target, "settings": settings, "models": [model.name for model in tested], "failed": failed}
+        print(json.dumps(row | {"seconds": round(audit.seconds), "versions": versions}), flush=True)
 
 
 if __name__ == "__main__":
