@@ -152,8 +152,8 @@ def test_sinks_that_are_not_declared_are_those_of_the_first_eviction(name, decla
             "pass",
             "crop(-4) after 8 tokens; after 24, with some evicted, crop(-4) is refused: ValueError",
         ),
-        ("CropsByTextIndex", "fail", "crop(-4) after 24 tokens: layer 0 still holds 4 rows of removed tokens"),
-        ("CropsWindowByLength", "fail", "crop(-4) after 24 tokens: get_seq_length said 24 before, and 13 after the next token"),
+        ("CropsByTextIndex", "fail", "after 24 tokens, crop(-4): layer 0 still holds 4 rows of removed tokens"),
+        ("CropsWindowByLength", "fail", "after 24 tokens, crop(-4): get_seq_length said 24 before, and 13 after the next token"),
     ],
 )
 def test_tokens_are_removed_before_and_after_an_eviction(name, verdict, evidence):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,20 +78,26 @@ class Recorder:
     def on(self, hf: PreTrainedModel, cache: Cache) -> Iterator[None]:
         """Record the forward passes in this context, which is entered for each of them."""
         self.reads = {}
-        hook = layers_of(hf)[0].register_forward_pre_hook(self._note_positions, with_kwargs=True)
-        update = cache.update
+        update, name = cache.update, hf.config._attn_implementation
+        attention = ALL_ATTENTION_FUNCTIONS.get(name)
 
         def recorded(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             self._note_given(layer_idx, keys, values)
             return update(keys, values, layer_idx, *args, **kwargs)
 
-        vars(cache)["update"] = recorded
-        token = _RECORDER.set(self)
+        def shown(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+            self._note_read(module.layer_idx, key, value, mask, kwargs.get("sliding_window"), query.shape[2])
+            compute = attention or sys.modules[type(module).__module__].eager_attention_forward  # each family has its own
+            return compute(module, query, key, value, mask, *args, **kwargs)
+
+        hook = layers_of(hf)[0].register_forward_pre_hook(self._note_positions, with_kwargs=True)
+        vars(cache)["update"], ALL_ATTENTION_FUNCTIONS[name] = recorded, shown
         try:
             yield
         finally:
-            _RECORDER.reset(token)
-            del vars(cache)["update"]
+            del vars(cache)["update"], ALL_ATTENTION_FUNCTIONS[name]
+            if ALL_ATTENTION_FUNCTIONS.get(name) is not attention:  # another one was registered over transformers' own
+                ALL_ATTENTION_FUNCTIONS[name] = attention
             hook.remove()
 
     def _note_positions(self, _module: nn.Module, _args: Any, given: dict[str, Any]) -> None:
@@ -110,7 +115,7 @@ class Recorder:
         self._positions = self._positions[:-count]
         self._given = {layer: (keys[:, :-count], values[:, :-count]) for layer, (keys, values) in self._given.items()}
 
-    def see(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None, window: int | None, count: int) -> None:
+    def _note_read(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None, window: int | None, count: int) -> None:
         """Record an attention call. keys, values: rows that `update` returned. [B, H, S, D]."""
         given_keys, given_values = self._given[layer]
         tokens, error = _identified(values[0].float().cpu(), given_values)
@@ -159,27 +164,3 @@ def _visible(mask: Tensor | None, count: int, rows: int) -> Tensor:
         return torch.ones(count, rows, dtype=torch.bool).tril(rows if count == 1 else 0)
     shown = mask[0, 0].cpu()
     return shown if shown.dtype == torch.bool else shown > -1.0
-
-
-_RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-
-
-@contextmanager
-def attention_shown(name: str) -> Iterator[None]:
-    """Show the arguments of transformers' attention function of this name, `sdpa` or `eager`, to recorders in this context."""
-    before = ALL_ATTENTION_FUNCTIONS.get(name)
-
-    def shown(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        recorder = _RECORDER.get()
-        if recorder is not None:
-            recorder.see(module.layer_idx, key, value, mask, kwargs.get("sliding_window"), query.shape[2])
-        compute = before or sys.modules[type(module).__module__].eager_attention_forward  # each family has its own
-        return compute(module, query, key, value, mask, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS[name] = shown
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
-            ALL_ATTENTION_FUNCTIONS[name] = before

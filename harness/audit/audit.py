@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.harness.audit import checks_of_calls, checks_of_quality, checks_of_tokens
-from kvbench.harness.audit.attended import attention_shown
 from kvbench.harness.audit.case import Case, Outcome, Rule, Verdict, skipped
 from kvbench.harness.audit.page import html
 from kvbench.harness.audit.subject import Subject, subject_of_factory, subject_of_policy
@@ -200,7 +199,7 @@ def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None,
     ids = torch.arange(min(_PROBED, hf.config.get_text_config().vocab_size), device=hf.device)[None]
     attention = subject.attention or agreeing_attention(hf, "sdpa" if hf._supports_sdpa else "eager", ids)
     failed: list[str] = []
-    with attention_by(hf, attention), attention_shown(attention), torch.random.fork_rng():
+    with attention_by(hf, attention), torch.random.fork_rng():
         case = Case(subject, hf, like, model.tokenizer)
         for rule in RULES:
             if rule.name not in skip:

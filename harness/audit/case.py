@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from kvbench.harness.audit.subject import Subject
 from kvbench.harness.audit.trace import FAULTS, Trace, new_faults, trace
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.engine.comparison import rounding_of
+from kvbench.harness.engine.comparison import relative_difference, rounding_of
 from kvbench.harness.engine.foreign import longest
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.rotary import Rotation
@@ -46,6 +46,11 @@ def failed(evidence: str) -> Outcome:
     return Outcome("fail", evidence)
 
 
+def judged(fault: str, evidence: str) -> Outcome:
+    """Return the outcome of a check that found a fault, or nothing wrong if the fault is empty."""
+    return failed(fault) if fault else passed(evidence)
+
+
 def skipped(reason: str) -> Outcome:
     """Return the outcome of a check that does not apply."""
     return Outcome("not applicable", reason)
@@ -56,7 +61,7 @@ class Case:
 
     Attributes:
         subject: cache under test.
-        hf: model in evaluation mode, in the context of `attention_shown`.
+        hf: model in evaluation mode.
         like: policy of ours that should hold the same tokens; None to compare with none.
         tokenizer: tokenizer of the model; None for random weights.
         shapes: RoPE and sliding window of every layer; empty if they can't be measured.
@@ -71,9 +76,9 @@ class Case:
         """
         self.subject, self.hf, self.like, self.tokenizer = subject, hf, like, tokenizer
         self.shapes = _shapes(hf)
-        self.length = _TOKENS if subject.budget is None else 2 * subject.budget + _PAST_FULL
         self.vocabulary = int(hf.config.get_text_config().vocab_size)
-        self.length = int(min(self.length, _longest(subject, hf)))
+        wanted = _TOKENS if subject.budget is None else 2 * subject.budget + _PAST_FULL
+        self.length = int(min(wanted, _longest(subject, hf)))
         if self.length > self.vocabulary:
             raise UserError(
                 f"budget {subject.budget}: the audit reads {self.length} distinct tokens, and the model has {self.vocabulary}: "
@@ -173,10 +178,11 @@ class Case:
         """Whether values are stored as given. Quantized values are not."""
         return self.decode.rounding <= _STORED_EXACTLY
 
-    def difference(self, logits: Tensor, expected: Tensor) -> float:
-        """Return the largest difference of logits, relative to the largest logit; 0.0 if it is within rounding. [..., V]."""
-        relative = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1)) if logits.numel() else 0.0
-        return 0.0 if relative <= rounding_of(self.hf.dtype) else relative
+    def differs(self, logits: Tensor, expected: Tensor, whose: str) -> str:
+        """Return by how much logits differ from somebody else's; empty if by rounding. [..., V]."""
+        relative = relative_difference(logits, expected)
+        is_equal = relative <= rounding_of(self.hf.dtype)
+        return "" if is_equal else f"logits differ from those of {whose} by {relative:.2g} of the largest"
 
     def fault_of(self, blocks: Iterable[int]) -> str:
         """Return what goes wrong if the text is read in these blocks; empty if nothing.
@@ -191,8 +197,7 @@ class Case:
         ends = [len(of.logits), len(self.decode.logits)]
         if not self.is_ours:
             ends += [t.first_eviction or ends[0] for t in (of, self.decode)]
-        difference = self.difference(of.logits[: min(ends)], self.decode.logits[: min(ends)]) if self.is_exact else 0
-        return f"logits differ from those of single tokens by {difference:.2g} of the largest" if difference else ""
+        return self.differs(of.logits[: min(ends)], self.decode.logits[: min(ends)], "single tokens") if self.is_exact else ""
 
     def _lost(self, of: Trace) -> str:
         """Return the first step at which far fewer tokens are held than when single tokens are read."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.audit.attended import UNKNOWN
-from kvbench.harness.audit.case import Case, Outcome, RefusedError, check, failed, passed, refusable, skipped
+from kvbench.harness.audit.case import Case, Outcome, RefusedError, check, failed, judged, passed, refusable, skipped
 from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace, Tracer, new_faults
 
@@ -29,8 +29,7 @@ def dense(case: Case) -> Outcome:
         return skipped("values are stored rounded")
     count = case.decode.first_eviction or len(case.decode.logits)
     expected = case.hf(input_ids=case.text()[:, :count], use_cache=False).logits[0].float()
-    difference = case.difference(case.decode.logits[:count], expected)
-    return failed(f"logits differ by {difference:.2g} of the largest") if difference else passed(f"equal for {count} tokens")
+    return judged(case.differs(case.decode.logits[:count], expected, "full attention"), f"equal for {count} tokens")
 
 
 @check("Until a token is evicted, blocks give the logits of single tokens.", "a block is cut too early", _OF_BLOCKS)
@@ -38,7 +37,7 @@ def blocks(case: Case) -> Outcome:
     """Read in blocks of 8."""
     if case.subject.press is not None:
         return skipped(_NO_PROMPT)
-    return _judged(case.fault_of([_BLOCK] * (case.length // _BLOCK)), f"{case.length // _BLOCK} blocks of {_BLOCK}")
+    return judged(case.fault_of([_BLOCK] * (case.length // _BLOCK)), f"{case.length // _BLOCK} blocks of {_BLOCK}")
 
 
 @check("A prompt may come in chunks.", "the cache takes every block of several tokens for a whole prompt", _OF_BLOCKS)
@@ -48,7 +47,7 @@ def chunked_prefill(case: Case) -> Outcome:
         return skipped(_NO_PROMPT)
     size = min(_CHUNK, max(1, (case.subject.budget or case.length) // 2))
     chunks = [size] * (case.past_full // size + 1)
-    return _judged(case.fault_of(case.steps(*chunks, then=_LATER)), f"{len(chunks)} chunks of {size}, {_LATER} tokens")
+    return judged(case.fault_of(case.steps(*chunks, then=_LATER)), f"{len(chunks)} chunks of {size}, {_LATER} tokens")
 
 
 @check("Prompts of any length can be read.", "an index that assumes a prompt longer than the window", _OF_BLOCKS)
@@ -68,7 +67,7 @@ def short_prompts(case: Case) -> Outcome:
 def second_turn(case: Case) -> Outcome:
     """Read single tokens past the budget, then a block of several tokens, then single tokens."""
     first = case.steps(case.prompt, then=max(1, case.past_full - case.prompt))
-    return _judged(case.fault_of(case.steps(*first, _TURN, then=_LATER)), f"{_TURN} tokens after {sum(first)}")
+    return judged(case.fault_of(case.steps(*first, _TURN, then=_LATER)), f"{_TURN} tokens after {sum(first)}")
 
 
 @check(
@@ -92,11 +91,11 @@ def padding(case: Case) -> Outcome:
         logits = both(texts[:, first : first + size], valid[:, : first + size])
         for row, reader in enumerate(alone):
             start = max(first, _PADDING if row else 0)
-            difference = case.difference(logits[row, -1], reader(texts[row : row + 1, start : first + size])[0, -1])
-            if difference:
+            expected = reader(texts[row : row + 1, start : first + size])[0, -1]
+            if fault := case.differs(logits[row, -1], expected, "the text alone"):
                 kind = f"left-padded by {_PADDING}" if row else "not padded"
                 kept = f"; it keeps the first {case.sinks} tokens, here padding" if row and case.sinks else ""
-                return failed(f"at step {first + size - 1} the text {kind} differs from the text alone by {difference:.2g}{kept}")
+                return failed(f"at step {first + size - 1}, {kind}: {fault}{kept}")
     return passed(f"equal at all {len(steps)} steps, padded by {_PADDING}")
 
 
@@ -114,6 +113,14 @@ def repeat(case: Case) -> Outcome:
     return _rearranged(case, name, lambda reader: reader.cache.batch_repeat_interleave(2), [0], [0, 0])
 
 
+def _rearranged(case: Case, name: str, change: Callable[[Reader], None], before: list[int], after: list[int]) -> Outcome:
+    """Rearrange texts in the cache, and compare with a cache that read the texts in this order."""
+    texts, count = case.text(2), case.past_full
+    first, later = texts[:, :count], texts[after, count : count + _LATER]
+    fault = _differs_after(case, name, change, first[before], first[after], later)
+    return judged(fault, f"{name} after {count} tokens, then {_LATER} tokens")
+
+
 @check("A copy is independent.", "the copy shares a tensor, or counts in a variable of the class", _OF_RUNS)
 def deep_copy(case: Case) -> Outcome:
     """Continue a cache and its copy with different tokens, and compare both with new caches."""
@@ -126,24 +133,21 @@ def deep_copy(case: Case) -> Outcome:
     read = [_read(readers[0], later[0]), _read(other, later[1])]
     expected = [_read(readers[1], later[0]), _read(readers[2], later[1])]
     for name, a, b in zip(("the cache", "its copy"), read, expected, strict=True):
-        if difference := case.difference(a, b):
-            return failed(f"{name} differs from a new cache by {difference:.2g} of the largest logit, after both went on")
+        if fault := case.differs(a, b, "a new cache"):
+            return failed(f"{name}, after both went on: {fault}")
     return passed(f"a copy after {case.past_full} tokens, and {_LATER} other tokens")
 
 
 @check("`reset` empties the cache.", "a counter, an index or a score survives `reset`", ("determinism", "length"))
 def reset(case: Case) -> Outcome:
     """Read a text, reset, read another, and compare with a new cache."""
-    texts, reader, expected = case.text(2), Reader(case.subject, case.hf), Reader(case.subject, case.hf)
-    _read(reader, texts[:1, : case.past_full])
+    texts, reader, expected = case.text(2)[:, : case.past_full], Reader(case.subject, case.hf), Reader(case.subject, case.hf)
+    _read(reader, texts[:1])
     with refusable("reset"):
         reader.reset()
     if count := int(reader.cache.get_seq_length()):
         return failed(f"get_seq_length says {count} after reset")
-    difference = case.difference(_read(reader, texts[1:, : case.past_full]), _read(expected, texts[1:, : case.past_full]))
-    return _judged(
-        f"logits differ from a new cache by {difference:.2g} of the largest" if difference else "", "equal to a new cache"
-    )
+    return judged(case.differs(_read(reader, texts[1:]), _read(expected, texts[1:]), "a new cache"), "equal to a new cache")
 
 
 @check("`crop` removes the newest tokens.", "a counter, an index or a score is not cropped", _OF_PLACES)
@@ -153,24 +157,20 @@ def crop(case: Case) -> Outcome:
         return skipped(_NO_PROMPT)
     if not getattr(case.subject.new_cache(case.hf), "is_croppable", True):
         return skipped("is_croppable is False")
-    texts, count = case.text(2), min(_CHUNK, max(2, (case.subject.budget or _CHUNK) // 2))
+    texts, full = case.text(2)[:, None], case.past_full
+    count = min(_CHUNK, max(2, (case.subject.budget or _CHUNK) // 2))
     removed = min(_BLOCK, count // 2)
-    reader, expected = Reader(case.subject, case.hf), Reader(case.subject, case.hf)
-    _read(reader, texts[:1, :count])
-    with refusable(f"crop(-{removed})"):
-        reader.crop(removed)
-    _read(expected, texts[:1, : count - removed])
-    later = texts[1:, :_LATER]
-    if difference := case.difference(_read(reader, later), _read(expected, later)):
-        return failed(f"crop(-{removed}) after {count} tokens: logits differ by {difference:.2g} of the largest")
-    evidence, full = f"crop(-{removed}) after {count} tokens", case.past_full
+    evidence, first = f"crop(-{removed}) after {count} tokens", texts[0, :, :count]
+    name = f"crop(-{removed})"
+    if fault := _differs_after(case, name, lambda reader: reader.crop(removed), first, first[:, :-removed], texts[1, :, :_LATER]):
+        return failed(f"{fault}, after {count} tokens")
     if (case.decode.first_eviction or full + 1) > full:
         return passed(f"{evidence}; none was evicted before")
     try:
         fault = _fault_of_crop(case, removed)
     except RefusedError as refusal:
         return passed(f"{evidence}; after {full}, with some evicted, {refusal}")
-    return _judged(fault and f"crop(-{removed}) after {full} tokens: {fault}", f"{evidence}, and after {full}, with some evicted")
+    return judged(fault and f"after {full} tokens, crop(-{removed}): {fault}", f"{evidence}, and after {full}, with some evicted")
 
 
 def _fault_of_crop(case: Case, removed: int) -> str:
@@ -218,19 +218,19 @@ def _read(reader: Reader, ids: Tensor) -> Tensor:
     return torch.cat([*logits, *(reader(ids[:, t : t + 1]) for t in range(first, ids.shape[1]))], 1)
 
 
-def _rearranged(case: Case, name: str, act: Callable[[Reader], None], before: list[int], after: list[int]) -> Outcome:
-    """Rearrange texts in the cache, and compare with a cache that read the texts in this order."""
-    texts = case.text(2)
+def _differs_after(case: Case, name: str, change: Callable[[Reader], None], before: Tensor, after: Tensor, later: Tensor) -> str:
+    """Change a cache that has read texts, and compare its logits with those of a new cache that reads what is then left.
+
+    Args:
+        name: name of the operation, which a cache may refuse.
+        before: texts before the change. [B, N] int64.
+        after: texts that the cache should hold after the change. [B, N] int64.
+        later: next tokens of the texts. [B, N] int64.
+    """
     reader, expected = Reader(case.subject, case.hf), Reader(case.subject, case.hf)
-    _read(reader, texts[before, : case.past_full])
-    _read(expected, texts[after, : case.past_full])
+    _read(reader, before)
     with refusable(name):
-        act(reader)
-    later = texts[after, case.past_full : case.past_full + _LATER]
-    difference = case.difference(_read(reader, later), _read(expected, later))
-    fault = f"after {name}, logits differ from texts read in this order by {difference:.2g} of the largest"
-    return _judged(fault if difference else "", f"{name} after {case.past_full} tokens, then {_LATER} tokens")
-
-
-def _judged(fault: str, evidence: str) -> Outcome:
-    return failed(fault) if fault else passed(evidence)
+        change(reader)
+    _read(expected, after)
+    fault = case.differs(_read(reader, later), _read(expected, later), "a new cache")
+    return fault and f"after {name}, {fault}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvbench.harness.audit.attended import UNKNOWN
-from kvbench.harness.audit.case import Case, Outcome, check, failed, passed, skipped
+from kvbench.harness.audit.case import Case, Outcome, check, failed, judged, passed, skipped
 from kvbench.harness.audit.trace import FAULTS, Pass, placement
 
 _MOST_ALLOCATED = 1.5  # bytes allocated, relative to those of the tokens held and of one that the next step needs
@@ -15,7 +15,7 @@ _MOST_ALLOCATED = 1.5  # bytes allocated, relative to those of the tokens held a
 def reads(case: Case) -> Outcome:
     """Read a prompt and single tokens."""
     decode = case.decode
-    return failed(decode.error) if decode.error else passed(f"{len(decode.logits)} tokens, {len(decode.passes)} forward passes")
+    return judged(decode.error, f"{len(decode.logits)} tokens, {len(decode.passes)} forward passes")
 
 
 @check("Tokens are evicted once there are more than the budget.", "eviction is never called, or its result is not stored")
@@ -69,7 +69,7 @@ def memory(case: Case) -> Outcome:
 def rows(case: Case) -> Outcome:
     """Identify the rows that `update` returns with the keys and values that were given."""
     rounding = "" if case.is_exact else f", rounded by up to {case.decode.rounding:.0%}"
-    return _judged(case, "rows", f"all rows of {len(case.decode.passes)} passes are tokens read{rounding}")
+    return _recorded(case, "rows", f"all rows of {len(case.decode.passes)} passes are tokens read{rounding}")
 
 
 @check(
@@ -85,9 +85,8 @@ def sinks(case: Case) -> Outcome:
         held = f"token 0 is held at the end by {sum(ends)} of {len(ends)} KV heads"
         return skipped(f"none are declared, and none survive the first eviction in all heads; {held}")
     source = "" if case.subject.sinks else "; not declared, but they survive the first eviction"
-    if fault := case.lost_sink(case.decode):
-        return failed(f"{fault}{source}")
-    return passed(f"the first {case.sinks} tokens are held at every step{source}")
+    fault = case.lost_sink(case.decode)
+    return judged(fault and f"{fault}{source}", f"the first {case.sinks} tokens are held at every step{source}")
 
 
 @check("The newest rows are the block's own tokens, in order.", "new rows are written into slots of evicted tokens")
@@ -95,7 +94,7 @@ def order(case: Case) -> Outcome:
     """Check that a block's own tokens are the last rows."""
     known = [[t for t in row if t != UNKNOWN] for p in case.decode.passes for read in p.reads for row in read.tokens.tolist()]
     is_sorted = all(a < b for row in known for a, b in pairwise(row))
-    return _judged(case, "order", "rows are in order of time" if is_sorted else "own tokens last; older rows in another order")
+    return _recorded(case, "order", "rows are in order of time" if is_sorted else "own tokens last; older rows in another order")
 
 
 @check(
@@ -106,7 +105,7 @@ def mask(case: Case) -> Outcome:
     """Check the attention mask that transformers makes from the cache's sizes."""
     windows = sorted({read.window for p in case.decode.passes for read in p.reads if read.window})
     inside = f"; in layers with a sliding window, those of the last {', '.join(map(str, windows))} tokens" if windows else ""
-    return _judged(case, "mask", f"every query sees all rows of earlier tokens{inside}")
+    return _recorded(case, "mask", f"every query sees all rows of earlier tokens{inside}")
 
 
 @check("`get_seq_length` is the number of tokens read.", "rows held are counted, so that RoPE repeats positions")
@@ -150,16 +149,15 @@ def determinism(case: Case) -> Outcome:
     for a, b in zip(case.decode.passes, again.passes, strict=False):
         if a.held != b.held:
             return failed(f"two runs after torch.manual_seed(0) hold other tokens at step {a.first}")
-    difference = case.difference(again.logits, case.decode.logits[: len(again.logits)])
-    return failed(f"logits of two runs differ by {difference:.2g} of the largest") if difference else passed("two runs are equal")
+    fault = case.differs(again.logits, case.decode.logits[: len(again.logits)], "another run")
+    return judged(fault, "two runs are equal")
 
 
-def _judged(case: Case, kind: str, evidence: str) -> Outcome:
+def _recorded(case: Case, kind: str, evidence: str) -> Outcome:
     """Return the outcome of a check that looks for one kind of fault in the rows that `update` returns."""
     if case.is_ours:
         return skipped("the decoder of a policy answers the model's calls")
-    fault = FAULTS[kind](case.decode)
-    return failed(fault) if fault else passed(evidence)
+    return judged(FAULTS[kind](case.decode), evidence)
 
 
 def _after_prompt(case: Case) -> list[Pass]:

@@ -220,22 +220,18 @@ def _misplaced(of: Trace, mode: str) -> tuple[int, str]:
             tokens, places = tokens[known], places[known]
             ranks = tokens.argsort().argsort()
             for index in (0, len(read.queries) - 1):
-                query, place = read.first + index, int(read.queries[index])
-                own = int((tokens <= query).sum()) - 1
-                expected = query - tokens if mode == "stream" else own - ranks
-                wrong = ((place - places) != expected) & (tokens <= query)
+                query, distances = read.first + index, read.queries[index] - places
+                expected = {"stream": query - tokens, "rank": (tokens <= query).sum() - 1 - ranks}
+                wrong = (distances != expected[mode]) & (tokens <= query)
                 if bool(wrong.any()):
                     row = int(wrong.nonzero()[0])
+                    stream, rank = (int(of_mode[row]) for of_mode in expected.values())
+                    text = f"{stream}" if stream == rank else f"{stream} (by position in the stream) or {rank} (by rank)"
                     return count, (
                         f"{when}, KV head {head}: RoPE puts the key of token {int(tokens[row])} at distance "
-                        f"{place - int(places[row])} of its query, expected {_expected(query, own, tokens, ranks, row)}"
+                        f"{int(distances[row])} of its query, expected {text}"
                     )
     return count, ""
-
-
-def _expected(query: int, own: int, tokens: Tensor, ranks: Tensor, row: int) -> str:
-    stream, rank = query - int(tokens[row]), own - int(ranks[row])
-    return f"{stream}" if stream == rank else f"{stream} (by position in the stream) or {rank} (by rank)"
 
 
 FAULTS: dict[str, Callable[[Trace], str]] = {

@@ -270,6 +270,11 @@ def is_exact(dtype: torch.dtype) -> bool:
     return dtype in _ROUNDING
 
 
+def relative_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest magnitude or to 1. Any shape."""
+    return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1)) if logits.numel() else 0.0
+
+
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the tolerance for two computations of the same logits or attention, relative to the largest magnitude."""
     return _ROUNDING.get(dtype, _ROUNDING_16_BITS)

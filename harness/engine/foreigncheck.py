@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import described
 from kvbench.harness.core.presses import Press
-from kvbench.harness.engine.comparison import rounding_of
+from kvbench.harness.engine.comparison import relative_difference, rounding_of
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder, usual_attention
 from kvbench.harness.engine.method import EAGER, OwnLoop
@@ -73,7 +73,7 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
             logits = torch.cat([other(block) for block in ids.split(size, 1)], 1).float()
         except Exception as error:  # a user's cache may raise anything
             return OwnLoopCheck(loop, f"blocks of {size} tokens: {described(error)}", wrong)
-        if not _agree(logits, expected, model.dtype) or other.held_bytes != singly.held_bytes:
+        if relative_difference(logits, expected) > rounding_of(model.dtype) or other.held_bytes != singly.held_bytes:
             return OwnLoopCheck(loop, f"blocks of {size} tokens give other results than single tokens", wrong)
     return OwnLoopCheck(in_blocks._replace(blocks=_ALL) if is_trusted else in_blocks, "", wrong)
 
@@ -91,9 +91,4 @@ def agreeing_attention(hf: PreTrainedModel, usual: str, ids: Tensor) -> str:
     for name in (usual, "eager"):
         with attention_by(hf, name):
             logits.append(hf(input_ids=ids, use_cache=False).logits.float())
-    return usual if _agree(logits[0], logits[1], hf.dtype) else "eager"
-
-
-def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether logits differ only by rounding. Any shape."""
-    return bool((logits - expected).abs().amax() <= rounding_of(dtype) * expected.abs().amax().clamp(min=1))
+    return usual if relative_difference(logits[0], logits[1]) <= rounding_of(hf.dtype) else "eager"
