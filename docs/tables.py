@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from kvbench.harness.core.codec import QUANTIZED_CACHE
 from kvbench.harness.core.intervals import Interval
@@ -14,6 +16,10 @@ from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMet
 from kvbench.harness.report.markdown import table
 from kvbench.harness.report.pairing import mean_of, paired
 from kvbench.harness.report.ranks import holm
+
+sys.path.insert(0, str(Path(__file__).parent / "images"))
+
+from recall import MERGING
 
 RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
 _H2O_BUDGETS = (128, 256, 512)  # tokens
@@ -35,7 +41,7 @@ def measured(suite: str) -> list[Record]:
 def perplexities(suite: str, evict: str, capacity: int, positions: str) -> dict[str, Record]:
     """Return the perplexity records at one capacity and dense, by policy; several seeds of the control become their mean.
 
-    Policies with parameters that are not their defaults, and formats of K and V, are left out.
+    Policies with parameters that are not their defaults, policies that merge, and formats of K and V are left out.
     """
     cells = [r for r in measured(suite) if r.measured(NllMetrics) and not r.cell.stored and not _is_variant(r)]
     chosen = [r for r in cells if (r.cell.capacity, r.cell.evict, r.cell.positions) == (capacity, evict, positions)]
@@ -46,7 +52,8 @@ def perplexities(suite: str, evict: str, capacity: int, positions: str) -> dict[
 
 
 def _is_variant(record: Record) -> bool:
-    return record.cell.policy == "sink_window" and record.cell.parameters.get("sinks") != 4
+    cell = record.cell
+    return cell.policy in MERGING or (cell.policy == "sink_window" and cell.parameters.get("sinks") != 4)
 
 
 _POSITIONS = {"cache": "renumbered", "stream": "as in the text", "clamped": "clamped"}
@@ -116,7 +123,7 @@ def _asked(capacity: int) -> Iterable[tuple[Record, QuestionMetrics]]:
     """Yield the records of questions about facts at one capacity, and of dense."""
     for record in measured("smollm2-questions"):
         metrics = record.measured(QuestionMetrics)
-        if metrics and record.cell.capacity in (None, capacity):
+        if metrics and record.cell.capacity in (None, capacity) and record.cell.policy not in MERGING:
             yield record, metrics
 
 
@@ -250,6 +257,77 @@ def facts() -> str:
     columns = {(kind, capacity): f"{title}, {capacity}" for kind, title in _FACTS.items() for capacity in _FACTS_BUDGETS}
     rows = [[name(policy), *("/".join(of.get(column, {}).values()) for column in columns)] for policy, of in answers.items()]
     return _markdown(["seen/unseen, %", *columns.values()], rows, "l" + "r" * len(columns))
+
+
+class Pair(NamedTuple):
+    """Records of one policy that merges, and of the policy that drops the same tokens, a pair for each seed."""
+
+    policy: str
+    chooses: str  # the policy that drops
+    capacity: int
+    merged: list[Record]
+    dropped: list[Record]
+
+
+def merging_pairs(suite: str, positions: str) -> list[Pair]:
+    """Return every merging policy of a suite beside the policy inside it. D2O keeps four first tokens more than H2O."""
+    records = [r for r in measured(suite) if r.cell.positions == positions]
+    by_cell = {(r.cell.policy, repr(r.cell.parameters), r.cell.capacity, r.cell.seed, repr(r.cell.options)): r for r in records}
+    pairs: dict[tuple[str, str, int], Pair] = {}
+    for record in records:
+        cell, inside = record.cell, dict(record.cell.parameters.get("score") or {})
+        if cell.policy not in MERGING or cell.capacity is None:
+            continue
+        chooses = str(inside.pop("name"))
+        dropped = by_cell.get((chooses, repr(inside), cell.capacity, cell.seed, repr(cell.options)))
+        if dropped is None:
+            continue
+        variant = cell.parameters.get("variant")
+        policy = cell.policy if variant is None else f"{cell.policy}, {variant}"
+        pair = pairs.setdefault((policy, chooses, cell.capacity), Pair(policy, chooses, cell.capacity, [], []))
+        pair.merged.append(record)
+        pair.dropped.append(dropped)
+    return sorted(pairs.values(), key=lambda pair: (-pair.capacity, pair.chooses, pair.policy))
+
+
+def against_dropped(pair: Pair) -> Interval:
+    """Return the paired difference of NLL of merging to dropping, in nats per token; seeds are averaged."""
+    return loss(*(records[0] if len(records) == 1 else mean_of(records) for records in (pair.merged, pair.dropped)))
+
+
+def merging() -> str:
+    """Return what merging adds to the perplexity of dropping the same tokens."""
+    moments = {"smollm2-prompt": ("stream", "after the prompt"), "smollm2-step": ("cache", "at every step")}
+    rows = []
+    for suite, (positions, moment) in moments.items():
+        for mode in dict.fromkeys((positions, "stream")):
+            for pair in merging_pairs(suite, mode):
+                dense = next(r for r in measured(suite) if r.cell.policy == "dense" and not r.cell.stored)
+                dropped = pair.dropped[0] if len(pair.dropped) == 1 else mean_of(pair.dropped)
+                lost = percent(loss(dropped, dense)).replace(" %", "")
+                added = percent(against_dropped(pair)).replace(" %", "")
+                rows.append([moment, str(pair.capacity), name(pair.chooses), lost, f"`{pair.policy}`", added])
+    head = ["evicted", "tokens", "chosen by", "dropped: lost to dense, %", "merged by", "against dropped, %"]
+    return _markdown(head, rows, "lrlrlr")
+
+
+def merged_facts() -> str:
+    """Return right answers of SmolLM2 about facts, of merging policies beside the policies that drop the same tokens."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for pair in merging_pairs("smollm2-questions", "stream"):
+        for merged, dropped in zip(pair.merged, pair.dropped, strict=True):
+            kind = _FACTS[str(merged.cell.options["tasks"]).removeprefix("kvbench_facts_")]
+            for policy, record in ((pair.policy, merged), ("dropped", dropped)):
+                metrics = record.measured(QuestionMetrics)
+                assert metrics is not None
+                rows.setdefault((pair.chooses, policy), {})[f"{kind}, {_question(record)}"] = _share([metrics])
+    columns = [f"{kind}, {question}" for kind in _FACTS.values() for question in ("seen", "unseen")]
+    order = sorted(rows, key=lambda row: (row[0], row[1] != "dropped", row[1]))
+    body = []
+    for chooses, policy in order:
+        figures = [rows[chooses, policy].get(column, "–") for column in columns]
+        body.append([name(chooses), policy if policy == "dropped" else f"`{policy}`", *figures])
+    return _markdown([f"chosen by, {FACTS_BUDGET} tokens", "merged by", *columns], body, "ll" + "r" * len(columns))
 
 
 def formats_on_books() -> str:

@@ -56,7 +56,7 @@ def measured(suite: str = "zoo", capacity: int = 64, results: Path = RESULTS) ->
     """The perplexity records of a suite at one capacity, and dense."""
     records, _ = RecordStore(results / f"{suite}.jsonl").read_all()
     of_text = [r for r in records if r.status == "ok" and r.cell.task.name == "perplexity" and not r.cell.stored]
-    return [r for r in of_text if r.cell.capacity in (None, capacity)]
+    return [r for r in of_text if r.cell.capacity in (None, capacity) and r.cell.policy not in recall.MERGING]
 
 
 def of_moment(records: Sequence[Record], moment: str, positions: str = "") -> list[Record]:
