@@ -78,6 +78,7 @@ class ListBackend:
     kept: list[list[list[list[int]]]] = field(default_factory=list)  # per step, layer, head
     step: int = 0
     first_eviction: int = 0  # first step that evicts
+    every: int = 1  # tokens evicted at once
     budgets: dict[int, int] | None = None  # tokens kept in a layer, where it is not the capacity
     merge: Callable[[list[list[Held]], list[list[Held]], int], None] | None = None  # (kept, evicted, layer)
 
@@ -118,7 +119,8 @@ class ListBackend:
         """Cut every head of a layer back to its capacity; evicted tokens are merged first."""
         victims: list[list[Held]] = [[] for _ in heads]
         for head, held in enumerate(heads):
-            while len(held) > (self.budgets or {}).get(layer, self.capacity):
+            budget = (self.budgets or {}).get(layer, self.capacity)
+            while len(held) >= budget + (1 if victims[head] else self.every):
                 victims[head].append(held.pop(self.choose(held, self.step, layer, head)))
         if self.merge is not None and any(victims):
             self.merge(heads, [sorted(x, key=lambda t: t.position) for x in victims], layer)

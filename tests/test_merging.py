@@ -18,6 +18,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, RAN, TOKEN_BY_TOKEN
 from kvbench.policies.adakv import AdaKV
+from kvbench.policies.cake import Cake
 from kvbench.policies.cam import CaM
 from kvbench.policies.chunkkv import ChunkKV
 from kvbench.policies.d2o import D2O
@@ -41,16 +42,16 @@ class Nothing(Merging):
         return Merged(view.values + 0.0 * evicted.take(view.values).sum(2, keepdim=True), view.keys)
 
 
-def read_by(policy, tokens: Tensor, size: int, mode: str = "stream", prompt: int = 0, evict=1, method=EAGER):
+def read_by(policy, tokens: Tensor, size: int, mode: str = "stream", prompt: int = 0, evict=1, method=EAGER, dtype=DOUBLE):
     config = CacheConfig(policy, CAPACITY, positions=mode, seed=SEED, evict=evict, limit=64)
-    read = CachedDecoder(model_of("llama", DOUBLE), config, len(tokens), method)
+    read = CachedDecoder(model_of("llama", dtype), config, len(tokens), method)
     if not prompt:
         return in_blocks(read, tokens, size)
     first = read.read_prompt(tokens[:, :prompt], size, once=True)
     return torch.cat([first[:, None], in_blocks(read, tokens[:, prompt:], size)], 1)
 
 
-def by_lists(policy, merge, tokens: Tensor, mode: str = "stream", prompt: int = 0, budgets=None) -> Tensor:
+def by_lists(policy, merge, tokens: Tensor, mode: str = "stream", prompt: int = 0, budgets=None, every: int = 1) -> Tensor:
     """Logits by plain lists, from the prompt's last token on. budgets: of layers, where they are not the capacity."""
     merge = deepcopy(merge)
     merge.lists = ListBackend(
@@ -61,6 +62,7 @@ def by_lists(policy, merge, tokens: Tensor, mode: str = "stream", prompt: int = 
         limit=64,
         first_eviction=max(0, prompt - 1),
         budgets=budgets,
+        every=every,
         merge=merge,
     )
     return merge.lists.run(tokens)[:, max(0, prompt - 1) :]
@@ -190,6 +192,13 @@ def test_a_prompt_is_merged_at_its_end(policy, merge):
     assert (ours - by_lists(policy, merge, tokens, prompt=30)).abs().max() < CLOSE[DOUBLE]
 
 
+@pytest.mark.parametrize(("policy", "merge"), RULES, ids=lambda x: type(x).__name__)
+def test_several_tokens_are_merged_at_once(policy, merge):
+    tokens = tokens_of(40)
+    ours = read_by(policy, tokens, 10, evict=5)
+    assert (ours - by_lists(policy, merge, tokens, every=5)).abs().max() < CLOSE[DOUBLE]
+
+
 @pytest.mark.parametrize(("policy", "merge"), RULES[-2:], ids=lambda x: x.variant)
 def test_d2o_divides_a_prompt_between_layers_and_merges_it(policy, merge):
     tokens = tokens_of(40)
@@ -238,6 +247,16 @@ def test_streams_and_blocks_change_nothing(policy, evict):
     alone = torch.cat([read_by(policy, tokens[i : i + 1], 1, evict=evict) for i in range(3)])
     for method in (TOKEN_BY_TOKEN, FASTEST):
         assert (read_by(policy, tokens, 22, evict=evict, method=method) - alone).abs().max() < CLOSE[DOUBLE]
+
+
+def test_heads_that_hold_different_numbers_merge_in_every_method():
+    """A prompt gives each layer of each stream a number of its own, so that K and V are in pages, which tokens move between."""
+    tokens = tokens_of(60, 4)
+    policy = ValueMerging(Cake(window=4))
+    losses = [read_by(policy, tokens, 1, prompt=30, method=method, dtype=torch.float32) for method in (TOKEN_BY_TOKEN, FASTEST)]
+    assert (losses[0] - losses[1]).abs().max() < CLOSE[torch.float32]
+    dropped = read_by(policy.score, tokens, 1, prompt=30, dtype=torch.float32)
+    assert (losses[0] - dropped).abs().max() > 1e-3
 
 
 def test_blocks_are_read_by_compiled_steps():
