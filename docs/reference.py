@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from kvbench.harness.cli import cli
 from kvbench.harness.cli.loaded import LoadedCommand
 from kvbench.harness.core import plugins
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.policies import Policy
 
@@ -124,16 +125,21 @@ def checks() -> str:
 
 
 def audits() -> str:
-    """Return a table of the published audits, from the lines that `make peers` wrote."""
+    """Return a table of the published audits, a row for the caches that fail the same checks, with the first one's evidence."""
     rows = [json.loads(line) for line in (Path(__file__).parent / "data/audits.jsonl").read_text().splitlines()]
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
-    lines = [f"{versions}:", "", "| cache | checks that fail | evidence |", "|---|---|---|"]
-    for row in rows:
-        inner = [part.removeprefix("base_press=") for part in row["settings"] if part.startswith("base_press=")]
-        names = ", ".join(f"`{entry['check']}`" for entry in row["failed"]) or "none"
-        evidence = "; ".join(entry["evidence"] for entry in row["failed"])
-        lines.append(f"| `{row['target']}`{' of `' + inner[0] + '`' if inner else ''} | {names} | {evidence} |")
+    lines = [f"{versions}:", "", "| checks that fail | caches | evidence for the first cache |", "|---|---|---|"]
+    for checks, alike in grouped(rows, lambda row: tuple(entry["check"] for entry in row["failed"])).items():
+        names = ", ".join(f"`{check}`" for check in checks) or "none"
+        evidence = alike[0]["failed"][0]["evidence"] if checks else ""
+        lines.append(f"| {names} | {', '.join(map(_audited, alike))} | {evidence} |")
     return "\n".join(lines)
+
+
+def _audited(row: dict[str, Any]) -> str:
+    """Return the name of an audited cache, and of the press inside it."""
+    inner = [part.removeprefix("base_press=kvpress:") for part in row["settings"] if part.startswith("base_press=")]
+    return f"`{row['target'].removeprefix('kvpress:')}`" + (f" of `{inner[0]}`" if inner else "")
 
 
 def policies() -> str:

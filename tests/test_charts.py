@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from factories import cell_record, drawn, edit
 
+from kvbench.harness.core import plugins
 from kvbench.harness.report import chart
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.task_charts import over_the_stream
@@ -73,3 +74,9 @@ def test_answers_over_distance_have_their_intervals():
     assert far["right"] == far["low"] == 0 < far["high"] < 15
     assert errors["data"] == line["data"]
     assert over_distance([asked(2, 40)]) == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_two_shipped_policies_share_colour_and_dash(theme):
+    marks = [chart.mark(policy) for policy in plugins.working_policies()]
+    assert len({(getattr(mark, theme), mark.dash) for mark in marks}) == len(marks)

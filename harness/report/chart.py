@@ -24,17 +24,21 @@ _COLOURS = {
     "attention": ("#b84500", "#ff9d5c"),
     "key": ("#00795a", "#2fd19b"),
     "budget": ("#9c3f7d", "#e59ac4"),
-    "prompt": ("#7a5c00", "#e8d44a"),
+    "prompt": ("#b3123f", "#ff8097"),
     "other": ("#5b4bc4", "#b3a6ff"),
+    "query": ("#7a5c00", "#e8d44a"),
+    "merge": ("#4f7a00", "#b5e550"),
 }
 _MEMBERS = {
     "reference": ("dense", "recompute_window", "recompute_sink_window"),
     "control": ("random", "replay"),
     "pattern": ("sink_window", "window", "lambda", "longformer", "bigbird_static", "sparse_fixed", "lacache", "reset"),
-    "attention": ("h2o", "tova", "scissorhands", "roco", "snapkv", "chunkkv", "rkv", "finch"),
+    "attention": ("h2o", "scissorhands", "roco"),  # summed over the stream
+    "query": ("snapkv", "tova", "chunkkv", "rkv", "finch"),  # attention of the newest queries
     "key": ("keydiff", "knorm", "lagkv", "cur", "leverage", "expected_attention", "triattention", "criticalkv"),
     "budget": ("adakv", "pyramidkv", "cake", "headkv", "duo_attention"),
     "prompt": ("simlayerkv", "fastgen"),
+    "merge": ("cam", "d2o", "merging"),
 }
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
 _DASHES: tuple[tuple[int, ...], ...] = (
