@@ -6,9 +6,10 @@ Differs: `kvpress`: a token's attention is summed since it was cached, and compa
     value. kvpress evicts the same tokens in all heads, and merges at most as many as were read since the last eviction; here
     each head evicts its own (`evict: {every: b}` evicts in bursts), and all of them merge. `official`: this step's attention is
     compared with the mean of all newer tokens, and the divisor is `spread` even where fewer tokens follow. The authors merge a
-    token's value one step before the token leaves; here, when it leaves. In both, a KV head sums its query group, and the coin is
-    `view.uniform()`. KVCache-Factory c97f9d7 has a third rule under this name, which is not here: it merges values of a prompt
-    that stay as well as those that go, and compares with the largest attention, not with the mean.
+    token's value one step before the token leaves; here, when it leaves. In both, a KV head sums its query group, the coin is
+    `view.uniform()`, and a prompt that is cut once is dropped, as in both codes. KVCache-Factory c97f9d7 has a third rule under
+    this name, which is not here: it merges values of a prompt that stay as well as those that go, and compares with the largest
+    attention, not with the mean.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class CaM(Merging):
 
     def merge(self, view: CacheView, evicted: Evicted) -> Merged:
         """Add a part of each evicted value to the values of the kept tokens that follow it."""
+        if evicted.slots.shape[-1] == view.rank.shape[-1]:  # a whole prompt
+            return Merged(view.values)
         received = view.state(self._attention).view(view.rank.shape)
         place = view.by_slot(view.by_rank(evicted.kept.long()).cumsum(-1)) - 1  # among kept tokens, of a kept one
         behind = place[:, :, None] - evicted.take(place)[..., None]  # from 1 on for the kept tokens after it. [B, H, E, S]

@@ -185,11 +185,19 @@ def test_a_rule_computes_what_plain_lists_compute(policy, merge, size):
     assert (ours - read_by(policy.score, tokens, size)).abs().max() > 1e-3, "nothing was merged"
 
 
-@pytest.mark.parametrize(("policy", "merge"), [r for r in RULES if not isinstance(r[0], D2O)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(("policy", "merge"), RULES[3:5], ids=lambda x: type(x).__name__)
 def test_a_prompt_is_merged_at_its_end(policy, merge):
     tokens = tokens_of(40)
     ours = read_by(policy, tokens, 30, prompt=30)
     assert (ours - by_lists(policy, merge, tokens, prompt=30)).abs().max() < CLOSE[DOUBLE]
+
+
+@pytest.mark.parametrize("policy", [r[0] for r in RULES[:3]], ids=lambda x: x.variant)
+def test_cam_drops_a_prompt_that_is_cut_once(policy):
+    tokens = tokens_of(40)
+    ours, dropped = (read_by(x, tokens, 10, prompt=30, evict="prompt") for x in (policy, policy.score))
+    assert (ours - dropped).abs().max() < CLOSE[DOUBLE]
+    assert (read_by(policy, tokens, 10, prompt=30) - read_by(policy.score, tokens, 10, prompt=30)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("policy", "merge"), RULES, ids=lambda x: type(x).__name__)

@@ -75,7 +75,7 @@ class Whole:
             kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor, pages))
             evicted = (rows.rank < rows.rank.shape[1]) & ~kept[-1]
             if isinstance(policy, Merging):
-                rows.merge(policy, evicted, self.length)
+                rows.merge(policy, evicted, rows.rank.shape[1])
             rows.forget(evicted)
         return kept, self._known_counts(capacity, table) if requested is None and floor is None else None
 
