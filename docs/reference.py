@@ -21,8 +21,16 @@ from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.policies import Policy
 
 _ALIKE = ("--data", "--device", "--dry-run", "--dtype", "--fresh", "--json", "--model", "--threads")  # described once
+_IN_GUIDES = {  # commands whose options a guide shows in use; they are only named
+    ("audit",): "audit.md",
+    ("baseline", "update"): "gate.md",
+    ("check",): "gate.md",
+    ("records", "export"): "records.md",
+    ("records", "publish"): "records.md",
+    ("which",): "which.md",
+}
 _ALIKE_FIELDS = ("context", "data_seed", "sample_seed", "side_by_side", "split")  # of tasks, described once
-_NAMED_ONLY = ("attention", "divergence", "trace", "turns")  # tasks whose options are named, not described
+_DESCRIBED = ("lm_eval", "perplexity")  # tasks whose options are described; those of the others are named
 
 
 def commands() -> str:
@@ -59,6 +67,8 @@ def _command(path: tuple[str, ...], command: click.Command, known: set[tuple[str
     }
     new = [record for key, record in keys.items() if key not in known]
     known.update(keys)
+    if path in _IN_GUIDES:
+        return [*lines, f"[Guide]({_IN_GUIDES[path]}): {', '.join(f'`{_option(names)}`' for names, _ in new)}", ""]
     options = [f"- `{_option(names)}`: {_without_range(' '.join(about.split()))}" for names, about in new]
     return [*lines, *options, ""] if options else lines
 
@@ -83,7 +93,7 @@ def tasks() -> str:
     """Return the options of each task; one that an earlier task describes in the same words is only named."""
     known: set[str] = set()
     sections = {
-        name: _named(task.options) if name in _NAMED_ONLY else _fields(task.options, known)
+        name: _fields(task.options, known) if name in _DESCRIBED else _named(task.options)
         for name, task in sorted(plugins.working_tasks().items())
     }
     return "\n".join(f"### `{name}`\n\n{fields}\n" for name, fields in sections.items())
@@ -163,7 +173,7 @@ def _policy(name: str, kind: type[Policy]) -> str:
 def _parameter(field: dataclasses.Field[Any]) -> str:
     if field.default is dataclasses.MISSING or field.default is None:
         return f"`{field.name}`"
-    return f"`{field.name}` ({_default(field.default)})"
+    return f"`{field.name}={_default(field.default)}`"
 
 
 def _default(value: Any) -> str:
@@ -179,8 +189,8 @@ def _first_clause(text: str) -> str:
 
 
 def _without_place(source: str) -> str:
-    """Leave out the place in the paper: the code names section, equation or algorithm."""
-    return re.split(r"(?<=\d), (?=Section|Algorithm|Fig|Eq)", source)[0]
+    """Leave out what follows the paper's number: the code names section, equation or algorithm, and what is left out."""
+    return re.split(r"(?<=\d)(?:, (?=Section|Algorithm|Fig|Eq)|: (?=of the ))|(?<=\)): ", source)[0]
 
 
 if __name__ == "__main__":

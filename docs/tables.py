@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbench.harness.core.codec import QUANTIZED_CACHE
 from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
@@ -73,9 +72,9 @@ def loss(record: Record, reference: Record) -> Interval:
 
 
 def percent(difference: Interval) -> str:
-    """Return a difference of NLL as a difference of perplexity with its 95 % interval."""
+    """Return a difference of NLL as a difference of perplexity in percent, with its 95 % interval."""
     value, low, high = (100 * math.expm1(x or 0.0) for x in (difference.mean, difference.low, difference.high))
-    return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]".replace("-", "−")
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]".replace("-", "−")
 
 
 def name(policy: str) -> str:
@@ -98,14 +97,14 @@ def smollm2() -> str:
     tied = {policy for policy, (_, p) in _against_control(column).items() if p >= 0.05}
     recalled, times = _recalled(), _step_times()
     head = [
-        "policy, 256 tokens per head",
+        f"policy, {BUDGET} tokens",
         "perplexity lost, %",
-        f"facts recalled at {FACTS_BUDGET} tokens, %, seen/unseen",
-        "MB of K/V, one stream",
+        f"facts at {FACTS_BUDGET} tokens, %, seen/unseen",
+        "MB of K/V",
         "ms per token",
     ]
     rows = [
-        [name(p), _lost(p, column).replace(" %", "") + " =" * (p in tied), recalled[p], megabytes(column[p]), times.get(p, "–")]
+        [name(p), _lost(p, column) + " =" * (p in tied), recalled[p], megabytes(column[p]), times.get(p, "–")]
         for p in _best_first(column, (p for p in column if p in _IN_README))
     ]
     return _markdown(head, rows, "lrrrr")
@@ -174,7 +173,7 @@ def against_control(suite: str, evict: str, positions: str, capacity: int = BUDG
         [name(policy), percent(difference), "<0.001" if p < 0.001 else f"{p:.3f}"]
         for policy, (difference, p) in sorted(differences.items(), key=lambda item: item[1][0].mean)
     ]
-    return _markdown(["policy", "perplexity against the control", "p, corrected"], rows, "lrr")
+    return _markdown(["policy", "perplexity against the control, %", "p, corrected"], rows, "lrr")
 
 
 def _against_control(column: dict[str, Record]) -> dict[str, tuple[Interval, float]]:
@@ -193,13 +192,13 @@ def formats() -> str:
     dense = column["dense"]
     order = sorted(rows, key=lambda row: loss(rows[row], dense).mean)
     figures = {row: (percent(loss(rows[row], dense)), _held(rows[row], dense)) for row in order}
-    lines = [[row, *(figure.replace(" %", "") for figure in figures[row])] for row in order]
+    lines = [[row, *figures[row]] for row in order]
     return _markdown(["tokens kept, format or policy", "perplexity lost, %", "bytes of K and V, % of dense's"], lines, "lrr")
 
 
 def _held(record: Record, dense: Record) -> str:
     ours, theirs = (m.kv_held_bytes or m.kv_bytes for m in (record.measured(NllMetrics), dense.measured(NllMetrics)) if m)
-    return f"{100 * ours / theirs:.0f} %"
+    return f"{100 * ours / theirs:.0f}"
 
 
 def h2o_against_control() -> str:
@@ -212,7 +211,7 @@ def h2o_against_control() -> str:
             losses = [percent(loss(c["h2o"], c["random"])) if {"h2o", "random"} <= c.keys() else "" for c in columns]
             rows.append([moment, "second" if suite == "smollm2-second-book" else "first", *losses])
     return _markdown(
-        ["evicted", "book", *(f"{capacity} tokens" for capacity in _H2O_BUDGETS)], rows, "ll" + "r" * len(_H2O_BUDGETS)
+        ["evicted", "book", *(f"{capacity} tokens, %" for capacity in _H2O_BUDGETS)], rows, "ll" + "r" * len(_H2O_BUDGETS)
     )
 
 
@@ -222,14 +221,15 @@ def budgets() -> str:
     columns = {capacity: perplexities("smollm2-step", "step", capacity, "cache") for capacity in capacities}
     policies = _best_first(columns[BUDGET], (p for p in columns[BUDGET] if p != "dense"))
     rows = [[name(p), *(_lost(p, column) for column in columns.values())] for p in policies]
-    return _markdown(["policy", *(f"{c} tokens" for c in columns)], rows, "l" + "r" * len(columns))
+    return _markdown(["policy", *(f"{c} tokens, %" for c in columns)], rows, "l" + "r" * len(columns))
 
 
 def positions_at_steps() -> str:
     """Return perplexity lost to dense inside the training length, evicting at every step, by the positions of kept tokens."""
     columns = [perplexities("smollm2-step", "step", BUDGET, positions) for positions in _POSITIONS]
     rows = [[name(p), *(_lost(p, column) for column in columns[:2])] for p in columns[1] if p != "dense"]
-    return _markdown(["policy, 256 tokens per head", *list(_POSITIONS.values())[:2]], rows, "lrr")
+    head = ["policy, 256 tokens per head", *(f"{where}, %" for where in list(_POSITIONS.values())[:2])]
+    return _markdown(head, rows, "lrr")
 
 
 def long_stream() -> str:
@@ -304,8 +304,8 @@ def merging() -> str:
             for pair in merging_pairs(suite, mode):
                 dense = next(r for r in measured(suite) if r.cell.policy == "dense" and not r.cell.stored)
                 dropped = pair.dropped[0] if len(pair.dropped) == 1 else mean_of(pair.dropped)
-                lost = percent(loss(dropped, dense)).replace(" %", "")
-                added = percent(against_dropped(pair)).replace(" %", "")
+                lost = percent(loss(dropped, dense))
+                added = percent(against_dropped(pair))
                 rows.append([moment, str(pair.capacity), name(pair.chooses), lost, f"`{pair.policy}`", added])
     head = ["evicted", "tokens", "chosen by", "dropped: lost to dense, %", "merged by", "against dropped, %"]
     return _markdown(head, rows, "lrlrlr")
@@ -328,26 +328,6 @@ def merged_facts() -> str:
         figures = [rows[chooses, policy].get(column, "–") for column in columns]
         body.append([name(chooses), policy if policy == "dropped" else f"`{policy}`", *figures])
     return _markdown([f"chosen by, {FACTS_BUDGET} tokens", "merged by", *columns], body, "ll" + "r" * len(columns))
-
-
-def formats_on_books() -> str:
-    """Return perplexity lost by stories260K on books in each format of K and V, with everything kept.
-
-    It reads past its training length, where differences have no interval.
-    """
-    formats = {r.cell.stored: r for r in measured("equal-bytes-pg19") if r.cell.policy in ("dense", QUANTIZED_CACHE)}
-    exact = formats.pop("")
-    rows = [
-        [f"`{name}`", f"{100 * (_perplexity(r) / _perplexity(exact) - 1):+.1f} %".replace("-", "−"), _held(r, exact)]
-        for name, r in sorted(formats.items())
-    ]
-    return _markdown(["K and V", "perplexity lost to dense", "of dense's bytes"], rows, "lrr")
-
-
-def _perplexity(record: Record) -> float:
-    metrics = record.measured(NllMetrics)
-    assert metrics is not None
-    return metrics.perplexity
 
 
 def _markdown(head: list[str], rows: list[list[str]], align: str) -> str:

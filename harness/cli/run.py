@@ -74,14 +74,14 @@ suite_options = _adding([*_SUITE_OPTIONS, *_MACHINE_OPTIONS])  # options of `ben
     "--trace",
     metavar="kept[=STEPS]",
     type=FILLED,
-    help="Also write the kept positions: at 16 steps and the last (kept), at some (kept=128,256,end), or at all (kept=all).",
+    help="Also write the kept positions: at 17 steps (kept), at some (kept=128,256,end), or at all (kept=all).",
 )
 @click.option(
     "--ray",
     metavar="[ADDRESS]",
     is_flag=False,
     flag_value="local",
-    help="Measure with workers on Ray: on this machine, or on the cluster at HOST:PORT (auto: the one of this machine).",
+    help="Measure with workers on Ray: here, or on the cluster at HOST:PORT (auto: this machine's).",
 )
 @click.option("--workers", type=click.IntRange(1, 4096), help="Number of workers on Ray. Default: as many as fit.")
 @results_option

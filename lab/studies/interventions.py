@@ -1,4 +1,4 @@
-"""Published remedies for attention sinks, tried on Bigram-Backcopy: a table of docs/sinks.md.
+"""Published remedies for attention sinks, tried on Bigram-Backcopy: a table of docs/experiments.md.
 
     python -m kvbench.lab.studies.interventions --train DIR   # trains what DIR lacks, a minute each; measures it
     python -m kvbench.lab.studies.interventions               # writes the table from docs/data/interventions.jsonl
@@ -29,7 +29,7 @@ from kvbench.lab.pretrain.samples import TrainingSamples
 from kvbench.lab.pretrain.train import pretrain
 from kvbench.lab.studies import DOCS
 
-FILE, PAGE = DOCS / "data" / "interventions.jsonl", DOCS / "sinks.md"
+FILE, PAGE = DOCS / "data" / "interventions.jsonl", DOCS / "experiments.md"
 SHORTER, SEEDS = ["training.tokens=4096000", "training.keep=[]"], (0, 1, 2)
 TEXTS, SEED_OF_TEXTS, EPSILON = 128, 1_000_003, 0.3
 GU, GUO, KAUL, HE = "Gu et al. 2024", "Guo et al. 2024", "Kaul et al. 2024", "He et al. 2024"

@@ -30,14 +30,13 @@ _QUESTIONS = ("unseen", "seen")  # by the policy, when the cache is cut
 _TITLE = """# Does a small model rank policies as a large one does?
 """
 _ABOUT = """
-Our built-in models have about a million parameters. For each task, Kendall's tau compares their order of policies with the order
-in [published tables](https://github.com/kv-bench/kv-bench/blob/main/docs/data/published.yaml) of large models: 1 is the same
-order, 0 no agreement, -1 the reverse. *Not shown* does not mean *refuted*: few policies have been published by several sources
-with equal parameters.
+For each task, Kendall's tau compares the order of policies on our models of a million parameters with the order in
+[published tables](https://github.com/kv-bench/kv-bench/blob/main/docs/data/published.yaml) of large models: 1 is the same order,
+0 no agreement, -1 the reverse. *Not shown* does not mean *refuted*: few policies have been published with equal parameters.
 
 A table counts for a task if both have three policies in common and our scores differ by more than the choice of questions
-explains (Friedman's test, 5 %). Tau is the mean over the tables of a paper, then over papers, with 95 % bootstrap intervals;
-p is the chance that random scores agree as much, corrected by Holm's procedure over this page.
+explains (Friedman's test, 5 %). Tau is the mean over papers, with 95 % bootstrap intervals; p is the chance that random scores
+agree as much, corrected by Holm's procedure.
 
 """
 _MATCHING = "A record stands for a published rule only if every parameter is the same."
@@ -238,7 +237,7 @@ def _verdict(found: Mapping[str, Sequence[Comparison]]) -> str:
     told = "Not shown: no task of ours ranks" if not sure else f"Shown for {'; '.join(sure)}, and no other task: it ranks"
     result = f"**{told} policies more like published tables than random scores do.**"
     numbers = "; ".join(f"with the question {question}, {_numbers(tasks)}" for question, tasks in found.items())
-    return f"{result}\n{len(counting)} comparisons at the level of {100 * LEVEL:.0f} % (Holm): {numbers}."
+    return f"{result}\n{len(counting)} comparisons: {numbers}."
 
 
 def _numbers(tasks: Sequence[Comparison]) -> str:

@@ -35,9 +35,7 @@ class LmEvalOptions(Options):
     tasks: str = Field(description="a task of lm-eval, or one of ours in its format; a list makes one cell per task")
     num_fewshot: int | None = Field(None, ge=0, description="examples before each question; the task's own number if not given")
     limit: int | None = Field(None, ge=1, description="number of questions to ask, from the first; all if not given")
-    data_seed: int = Field(
-        1234, ge=0, le=2**32 - 1, description="seed for drawing examples and everything else that a task draws"
-    )
+    data_seed: int = Field(1234, ge=0, le=2**32 - 1, description="seed for all that a task draws")
     prompt: Literal["stream", "once", "truncate"] = Field(
         "stream",
         description="way of reading a prompt longer than the cache: stream (token by token, evicting), once (in full, then "
@@ -46,7 +44,7 @@ class LmEvalOptions(Options):
     prompt_tokens: int | None = Field(None, ge=2, description="tokens of a prompt that truncate keeps; the capacity if not given")
     question: Literal["seen", "unseen"] | None = Field(
         None,
-        description="whether a prompt that is cut at its end has the question in it (seen, the default) or ends before it",
+        description="whether a prompt that is cut at its end contains the question (seen, the default) or ends before it",
     )
     question_from: str | None = Field(
         None, description="regular expression that the question begins with; known for RULER, LongBench and our tasks"
@@ -54,7 +52,7 @@ class LmEvalOptions(Options):
     metric: str | None = Field(None, description="metric that is the score; the task's first metric if not given")
     chat_template: bool | None = Field(None, description="put prompts into the tokenizer's chat template")
     add_bos_token: bool | None = Field(
-        None, description="begin requests with the tokenizer's special tokens, as in lm-eval's hf; the tokenizer's default"
+        None, description="begin requests with the tokenizer's special tokens; the tokenizer's default"
     )
     max_seq_length: int | None = Field(
         None, ge=1, description="length of prompts in tokens, for tasks that generate them (RULER)"
@@ -63,7 +61,7 @@ class LmEvalOptions(Options):
         None, ge=0, allow_inf_nan=False, description="draw answers at this temperature, 0: don't; the task's own if not given"
     )
     top_p: float | None = Field(
-        None, gt=0, le=1, description="draw from the likeliest tokens that together have this probability; the model's by default"
+        None, gt=0, le=1, description="draw from the likeliest tokens of this total probability; the model's by default"
     )
     top_k: int | None = Field(
         None, ge=0, description="draw from so many of the likeliest tokens, 0: all; the model's or 50 by default"
