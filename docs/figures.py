@@ -22,6 +22,8 @@ from kvbench.harness.report.markdown import table
 from kvbench.harness.tasks.trace.trace_options import TraceMetrics, TraceOptions
 from kvbench.lab.attention.schema import AttentionMetrics
 
+_WITH_SINK = ("sink_2", "smollm2")
+
 
 def vectors() -> str:
     """Return ranges over layers of what channels and first tokens are like, a column per model."""
@@ -31,16 +33,17 @@ def vectors() -> str:
 
 
 def _vectors() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each model's name and figures."""
+    """Yield the names and figures of the model with sink tokens and of SmolLM2."""
     folders = (zoo.RESULTS / "attention_builtin.jsonl", zoo.RESULTS / "smollm2_attention.jsonl")
     for record in (record for folder in folders for record in RecordStore(folder).read_all()[0]):
         metrics = record.measured(AttentionMetrics)
-        if metrics is None or not record.cell.is_dense:
+        model = record.cell.model.id.removeprefix("builtin:")
+        if metrics is None or not record.cell.is_dense or model not in _WITH_SINK:
             continue
         shares = [[100 * (getattr(layer, f"{x}_channels") or 0) for layer in metrics.layers] for x in ("key", "value")]
         norms = [layer.initial_norm[0] / layer.initial_norm[-1] for layer in metrics.layers if layer.initial_norm]
         yield (
-            record.cell.model.id.removeprefix("builtin:"),
+            model,
             {
                 "energy of keys in a sixteenth of the channels": _range(shares[0], " %", 0),
                 "energy of values": _range(shares[1], " %", 0),
@@ -85,9 +88,9 @@ def solved() -> str:
     columns = [(capacity, moment) for capacity in (96, 192) for moment in ("step", "every 128")]
     rows = []
     for policy in ("snapkv", "random", "h2o", "tova", "window"):
-        shares = [f"{100 * statistics.mean(programs[policy, *column]):.0f} %" for column in columns]
+        shares = [f"{100 * statistics.mean(programs[policy, *column]):.0f}" for column in columns]
         rows.append([f"`{policy}`", *shares, _lead(programs, policy)])
-    head = ["policy", *(f"{c} tokens, {moment}" for c, moment in columns), "192 tokens, step: points over `random`"]
+    head = ["policy", *(f"{c} tokens, {moment}, %" for c, moment in columns), "192 tokens, step: points over `random`"]
     return "\n".join(table(head, rows, "lrrrrr"))
 
 

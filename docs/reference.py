@@ -30,7 +30,7 @@ _IN_GUIDES = {  # commands whose options a guide shows in use; they are only nam
     ("which",): "which.md",
 }
 _ALIKE_FIELDS = ("context", "data_seed", "sample_seed", "side_by_side", "split")  # of tasks, described once
-_DESCRIBED = ("lm_eval", "perplexity")  # tasks whose options are described; those of the others are named
+_DESCRIBED = ("perplexity",)  # tasks whose options are described; those of the others are named
 
 
 def commands() -> str:
@@ -54,10 +54,11 @@ def _command(path: tuple[str, ...], command: click.Command, known: set[tuple[str
     text, _, examples = (command.help or "").partition("\b\n")
     usage = " ".join(["bench", *path, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
     lines = [f"### {usage}", "", " ".join(text.split("\n\n")[0].split()), ""]
+    of_lab = command.callback is None or command.callback.__module__.startswith("kvbench.lab")
     example = examples.strip().split("\n")[0]
-    if example.startswith(f"bench {' '.join(path)} ") and " --" in example:
+    if not of_lab and path not in _IN_GUIDES and example.startswith(f"bench {' '.join(path)} ") and " --" in example:
         lines += ["```", example, "```", ""]
-    if command.callback is None or command.callback.__module__.startswith("kvbench.lab"):
+    if of_lab:
         return lines
     records = [option.get_help_record(context) for option in command.params if isinstance(option, click.Option)]
     keys = {

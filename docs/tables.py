@@ -55,7 +55,7 @@ def _is_variant(record: Record) -> bool:
     return cell.policy in MERGING or (cell.policy == "sink_window" and cell.parameters.get("sinks") != 4)
 
 
-_POSITIONS = {"cache": "renumbered", "stream": "as in the text", "clamped": "clamped"}
+_POSITIONS = {"cache": "renumbered", "stream": "as in the text"}
 _BESIDE_FORMATS = ("h2o", "expected_attention", "snapkv", "sink_window", "random", "window")
 _AS_INT4 = 192  # tokens in float32 that hold as many bytes as 1,024 tokens in int4
 
@@ -227,16 +227,9 @@ def budgets() -> str:
 def positions_at_steps() -> str:
     """Return perplexity lost to dense inside the training length, evicting at every step, by the positions of kept tokens."""
     columns = [perplexities("smollm2-step", "step", BUDGET, positions) for positions in _POSITIONS]
-    rows = [[name(p), *(_lost(p, column) for column in columns[:2])] for p in columns[1] if p != "dense"]
-    head = ["policy, 256 tokens per head", *(f"{where}, %" for where in list(_POSITIONS.values())[:2])]
+    rows = [[name(p), *(_lost(p, column) for column in columns)] for p in columns[1] if p != "dense"]
+    head = ["policy, 256 tokens per head", *(f"{where}, %" for where in _POSITIONS.values())]
     return _markdown(head, rows, "lrr")
-
-
-def long_stream() -> str:
-    """Return perplexities of SmolLM2 in one stream past its training length."""
-    records = sorted(measured("smollm2-stream"), key=lambda r: (r.cell.policy, r.cell.positions))
-    rows = [[name(r.cell.policy), _POSITIONS[r.cell.positions], f"{r.metrics.as_json()['perplexity']:.1f}"] for r in records]
-    return _markdown(["policy", "positions of kept tokens", "perplexity"], rows, "llr")
 
 
 _FACTS = {

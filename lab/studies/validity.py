@@ -36,7 +36,7 @@ For each task, Kendall's tau compares the order of policies on our models of a m
 
 A table counts for a task if both have three policies in common and our scores differ by more than the choice of questions
 explains (Friedman's test, 5 %). Tau is the mean over papers, with 95 % bootstrap intervals; p is the chance that random scores
-agree as much, corrected by Holm's procedure.
+agree as much, corrected by [Holm's procedure](statistics.md#many-pairs).
 
 """
 _MATCHING = "A record stands for a published rule only if every parameter is the same."
