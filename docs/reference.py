@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from kvbench.harness.cli import cli
 from kvbench.harness.cli.loaded import LoadedCommand
 from kvbench.harness.core import plugins
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.policies import Policy
 
@@ -134,16 +135,12 @@ def checks() -> str:
 
 
 def audits() -> str:
-    """Return a table of the published audits, from the lines that `make peers` wrote: caches by what fails."""
+    """Return a table of the published audits, a row for the caches that fail the same checks."""
     rows = [json.loads(line) for line in (Path(__file__).parent / "data/audits.jsonl").read_text().splitlines()]
-    caches: dict[str, list[str]] = {}  # by what fails
-    for row in rows:
-        inner = [part.removeprefix("base_press=") for part in row["settings"] if part.startswith("base_press=")]
-        name = " of ".join(f"`{part.removeprefix('kvpress:')}`" for part in (row["target"], *inner))
-        caches.setdefault(_failures(row), []).append(name)
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
-    lines = [f"| {failures} | {', '.join(names)} |" for failures, names in caches.items()]
-    return "\n".join([f"{versions}:", "", "| fails | caches |", "|---|---|", *lines])
+    lines = [f"{versions}:", "", "| fails | caches |", "|---|---|"]
+    lines += [f"| {checks} | {', '.join(map(_audited, alike))} |" for checks, alike in grouped(rows, _failures).items()]
+    return "\n".join(lines)
 
 
 def _failures(row: dict[str, Any]) -> str:
@@ -154,6 +151,12 @@ def _failures(row: dict[str, Any]) -> str:
         on = "" if models == row["models"] else f" on {', '.join(f'`{model}`' for model in models)}"
         texts.append(f"`{name}`{on}")
     return "; ".join(texts) or "nothing"
+
+
+def _audited(row: dict[str, Any]) -> str:
+    """Return the name of an audited cache, and of the press inside it."""
+    inner = [part.removeprefix("base_press=kvpress:") for part in row["settings"] if part.startswith("base_press=")]
+    return f"`{row['target'].removeprefix('kvpress:')}`" + (f" of `{inner[0]}`" if inner else "")
 
 
 def policies() -> str:
