@@ -87,9 +87,14 @@ def losses(records: Sequence[Record], moment: str, positions: str = "") -> list[
         Row(" = ".join(same), *(round(100 * math.expm1(x), 3) for x in key[:3]), p=key[3], closed=round(key[0] / dense, 2))
         for key, same in names.items()
     ]
+    return judged(rows)
+
+
+def judged(rows: Sequence[Row]) -> list[Row]:
+    """The rows with a verdict after Holm's correction over all of them, the least loss first."""
     adjusted = zip(rows, holm([row.p for row in rows]), strict=True)
-    judged = [row._replace(verdict=ALIKE if p >= 0.05 else BETTER if row.loss < 0 else WORSE) for row, p in adjusted]
-    return sorted(judged, key=lambda row: row.loss)
+    verdicts = [row._replace(verdict=ALIKE if p >= 0.05 else BETTER if row.loss < 0 else WORSE) for row, p in adjusted]
+    return sorted(verdicts, key=lambda row: row.loss)
 
 
 def picture(results: Path = RESULTS) -> Chart:
@@ -97,7 +102,7 @@ def picture(results: Path = RESULTS) -> Chart:
     rows = [
         {
             "hconcat": [
-                _panel(
+                panel(
                     losses(measured(suite, capacity, results), moment),
                     f"{model}, {MOMENTS[moment]}; {POSITIONS[moment]} positions",
                 )
@@ -109,12 +114,13 @@ def picture(results: Path = RESULTS) -> Chart:
     return Chart("who-beats-random", _ALT, {"vconcat": rows})
 
 
-def _panel(rows: Sequence[Row], title: str) -> dict[str, Any]:
+def panel(rows: Sequence[Row], title: str, against: str = "the random control") -> dict[str, Any]:
+    """A row per policy: perplexity lost to something, with its interval."""
     ticks = [-10, -3, -1, 0, 1, 3, 10, 30, 100, 300, 1000]
     x = {
         "field": "loss",
         "type": "quantitative",
-        "title": "perplexity against the random control, %",
+        "title": f"perplexity against {against}, %",
         "scale": {"type": "symlog", "nice": False},
         "axis": {"values": ticks, "format": "+,d"},
     }
