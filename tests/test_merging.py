@@ -305,6 +305,19 @@ def test_what_can_not_be_merged_is_refused_in_one_line(policy, options, reason):
         CacheConfig(policy, 16, **options)
 
 
+@dataclass(frozen=True)
+class OneHead(Merging):
+    """Return the values of the first head alone."""
+
+    def merge(self, view: CacheView, evicted: Evicted) -> Merged:
+        return Merged(view.values[:, :1])
+
+
+def test_a_merge_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"^merge returned values of shape \[2, 1, 13, 16\], expected \[2, 2, 13, 16\]$"):
+        read_by(OneHead(HEAVY), tokens_of(20), 1)
+
+
 def test_sliding_window_tokens_are_dropped_not_merged():
     """Tokens behind a model's window leave the cache without a trace: dense attention in the window gives the same logits."""
     model, tokens = model_of("mistral", DOUBLE), tokens_of(40)

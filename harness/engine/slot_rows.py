@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.held import HeldRows
 from kvbench.harness.engine.pool import PagedStore, moves
-from kvbench.harness.engine.slot_stores import stages
+from kvbench.harness.engine.slot_stores import Window, stages
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.victims import of_heads, of_layers, of_pages, ranks_without
 from kvbench.policies import Attention, Policy, Seen
@@ -126,16 +126,31 @@ class Rows(HeldRows):
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
 
     def merge(self, policy: Merging, evicted: Tensor, most: int) -> None:
-        """Merge evicted tokens into kept ones. evicted: [R, S] bool; most: maximum number of evicted tokens of a row."""
+        """Merge evicted tokens into kept ones.
+
+        Args:
+            evicted: [R, S] bool.
+            most: maximum number of evicted tokens of a row.
+
+        Raises:
+            ValueError: the policy returned tensors of other shapes.
+        """
         window = self._slots.shape.sliding_window
         shown = evicted.unflatten(0, (-1, self.heads))
         visible = shown if window is None else shown & (self.view.age < window - 1)
         merged = policy.merge(self.view, Evicted.of(shown, visible, self.view, most))
-        self._values.put(merged.values.flatten(0, 1))
+        self._put_merged(self._values, "values", merged.values, self._slots.shape.value_dim)
         if merged.keys is not None:
-            self._keys.put(merged.keys.flatten(0, 1))
+            self._put_merged(self._keys, "keys", merged.keys, self._slots.shape.key_dim)
         for statistic, state in merged.states.items():
             self.states[statistic].copy_(state)
+
+    def _put_merged(self, window: Window, name: str, merged: Tensor, dims: int) -> None:
+        """Write the K or V that a merge returned. merged: [R / H, H, S, dims]."""
+        expected = (*self.view.rank.shape, dims)
+        if merged.shape != expected:
+            raise ValueError(f"merge returned {name} of shape {list(merged.shape)}, expected {list(expected)}")
+        window.put(merged.flatten(0, 1))
 
     def importance(self, policy: Policy, full: bool = False) -> Tensor:
         """Return a policy's importance of each token, -inf for tokens that no later query may see. [R, S] float32.
