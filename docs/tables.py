@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -306,21 +306,32 @@ def merging() -> str:
 
 def merged_facts() -> str:
     """Return right answers of SmolLM2 about facts, of merging policies beside the policies that drop the same tokens."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for pair in merging_pairs("smollm2-questions", "stream"):
+    kinds = {f"kvbench_facts_{kind}": title for kind, title in _FACTS.items()}
+    return _merged_answers("smollm2-questions", FACTS_BUDGET, kinds)
+
+
+def merged_lookups() -> str:
+    """Return right answers of the built-in model about lines, of merging policies and those that drop the same tokens."""
+    kinds = {f"kvbench_{kind}": kind for kind in ("recent", "popular", "once", "distracted", "chain", "needle")}
+    return _merged_answers("recall", 64, kinds)
+
+
+def _merged_answers(suite: str, capacity: int, kinds: Mapping[str, str]) -> str:
+    """Return percentages of right answers, the question seen/unseen. kinds: titles of tasks, which are the columns."""
+    rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for pair in merging_pairs(suite, "stream"):
         for merged, dropped in zip(pair.merged, pair.dropped, strict=True):
-            kind = _FACTS[str(merged.cell.options["tasks"]).removeprefix("kvbench_facts_")]
-            for policy, record in ((pair.policy, merged), ("dropped", dropped)):
+            task = str(merged.cell.options["tasks"])
+            for policy, record in ((pair.policy, merged), ("dropped", dropped)) if task in kinds else ():
                 metrics = record.measured(QuestionMetrics)
                 assert metrics is not None
-                rows.setdefault((pair.chooses, policy), {})[f"{kind}, {_question(record)}"] = _share([metrics])
-    columns = [f"{kind}, {question}" for kind in _FACTS.values() for question in ("seen", "unseen")]
-    order = sorted(rows, key=lambda row: (row[0], row[1] != "dropped", row[1]))
+                shares = rows.setdefault((pair.chooses, policy), {}).setdefault(task, {"seen": "–", "unseen": "–"})
+                shares[_question(record)] = _share([metrics])
     body = []
-    for chooses, policy in order:
-        figures = [rows[chooses, policy].get(column, "–") for column in columns]
+    for chooses, policy in sorted(rows, key=lambda row: (row[0], row[1] != "dropped", row[1])):
+        figures = ["/".join(rows[chooses, policy].get(task, {"": "–"}).values()) for task in kinds]
         body.append([name(chooses), policy if policy == "dropped" else f"`{policy}`", *figures])
-    return _markdown([f"chosen by, {FACTS_BUDGET} tokens", "merged by", *columns], body, "ll" + "r" * len(columns))
+    return _markdown([f"chosen by, {capacity} tokens", "merged by", *kinds.values()], body, "ll" + "r" * len(kinds))
 
 
 def _markdown(head: list[str], rows: list[list[str]], align: str) -> str:
