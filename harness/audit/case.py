@@ -146,13 +146,15 @@ class Case:
     def sinks(self) -> int:
         """Number of first tokens that should stay: as declared, or as survive the first eviction by position.
 
-        They survive by position if all heads of layers without a sliding window hold the same tokens.
+        They survive by position if all heads of two or more layers without a sliding window hold the same tokens. In a single
+        layer, a policy that keeps equal tokens in all heads can't be told from one that keeps them by position.
         """
         if self.subject.sinks:
             return self.subject.sinks
         for p in self.decode.passes:
-            heads = [head for layer, heads in enumerate(p.held) for head in heads if not self.has_window(layer)]
-            if not heads or any(head != heads[0] for head in heads):
+            layers = [heads for layer, heads in enumerate(p.held) if not self.has_window(layer)]
+            heads = [head for layer in layers for head in layer]
+            if len(layers) < 2 or any(head != heads[0] for head in heads):
                 return 0
             if len(heads[0]) < p.first:
                 return next((t for t, held in enumerate(heads[0]) if t != held), 0)
