@@ -140,7 +140,9 @@ def written(tmp_path, monkeypatch) -> dict[str, list[str]]:
     """The settings in the commands of the guides, by policy. The current directory has the files of their examples."""
     monkeypatch.chdir(tmp_path)
     text = page("write-a-policy.md") + page("write-a-statistic.md")
-    classes = {re.search(r"class (\w+)\((?:Policy|Composed)\)", c)[1]: c for c in re.findall(r"```python\n(.*?)```", text, re.S)}
+    classes = {
+        re.search(r"class (\w+)\((?:Policy|Composed|Merging)\)", c)[1]: c for c in re.findall(r"```python\n(.*?)```", text, re.S)
+    }
     found = {}
     for file, name, settings in re.findall(r"^bench policy check (\w+\.py):(\w+)(.*)$", text, re.M):
         Path(file).write_text(classes.pop(name))
@@ -160,7 +162,7 @@ def test_the_examples_of_every_kind_are_measured(written, capsys):
     records = json.loads(out)
     assert all(r["status"] == "ok" for r in records)
     assert {r["cell"]["policy"] for r in records} == {"random", *written}
-    assert len(records) == 3 * (1 + 1 + 2)
+    assert len(records) == 3 * (1 + 1 + 2 + 1)
 
 
 LOST = {"value": "loss", "low": "low", "high": "high", "to_name": "reference"}
