@@ -82,29 +82,29 @@ def name(policy: str) -> str:
     return _NAMES.get(policy, f"`{policy}`")
 
 
-def megabytes(record: Record) -> str:
-    """Return the bytes of K and V that one stream holds at its end, in MB."""
+def mebibytes(record: Record) -> str:
+    """Return the bytes of K and V that one stream holds at its end, in MiB."""
     metrics = record.measured(NllMetrics)
     assert metrics is not None
     assert metrics.kv_held_bytes is not None
     streams = record.data.tokens / (metrics.stream_tokens or record.data.tokens)
-    return f"{metrics.kv_held_bytes / streams / 1e6:.0f}"
+    return f"{metrics.kv_held_bytes / streams / 2**20:.0f}"
 
 
 def smollm2() -> str:
     """Return the README's table: policies that cut a prompt once, with perplexity lost, facts recalled, bytes and times."""
     column = perplexities("smollm2-prompt", "prompt", BUDGET, "stream")
     tied = {policy for policy, (_, p) in _against_control(column).items() if p >= 0.05}
-    recalled, times = _recalled(), _step_times()
+    recalled, times = _recalled(), _step_times(4096)
     head = [
         f"policy, {BUDGET} tokens",
         "perplexity lost, %",
-        f"facts at {FACTS_BUDGET} tokens, %, seen/unseen",
-        "MB of K/V",
-        "ms per token",
+        f"facts at {FACTS_BUDGET}, %, seen/unseen",
+        "K/V, MiB",
+        "ms per step after 4,096",
     ]
     rows = [
-        [name(p), _lost(p, column) + " =" * (p in tied), recalled[p], megabytes(column[p]), times.get(p, "–")]
+        [name(p), _lost(p, column) + " =" * (p in tied), recalled[p], mebibytes(column[p]), times.get(p, "–")]
         for p in _best_first(column, (p for p in column if p in _IN_README))
     ]
     return _markdown(head, rows, "lrrrr")

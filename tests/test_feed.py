@@ -295,3 +295,11 @@ def test_the_front_is_the_best_of_all_smaller_caches_and_what_lost_too_much_is_n
     assert 1 / 8 not in {p["share"] for p in points if p["format"] == "float32"}  # 82 % are lost there
     assert [point["share"] for point in front] == [1 / 8, 1 / 4, 1 / 2, 1]
     assert set(draw([over_bytes(equal, "name")])) == {"name.svg", "name-dark.svg"}
+
+
+def test_the_leader_is_not_said_to_lead_whom_only_another_policy_beats():
+    # h2o and sink_window have equal noise, so that h2o surely beats sink_window; random has other noise
+    records = [noisy("random", 8, 2.0, 1), noisy("h2o", 8, 2.00003, 2), noisy("sink_window", 8, 2.00006, 2)]
+    (budget,) = feeds.feed(records)["questions"][0]["budgets"]
+    assert [row["rank"] for row in budget["rows"]] == [[1, 3], [1, 2], [2, 3]]
+    assert "its lead over h2o and sink_window is within the noise" in budget["answer"]

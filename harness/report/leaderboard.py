@@ -59,7 +59,7 @@ def _default(question: dict[str, Any]) -> list[str | Chart]:
         *answers,
         "",
         *([picture] if picture else []),
-        f"At {md(size(shown['capacity']))}:\n",
+        f"At {md(size(shown['capacity']))}; ranks are the best and the worst place at 95 % confidence, for all pairs together:\n",
         *_table(question, shown),
         _flagged(question, shown).strip(),
         "",

@@ -123,8 +123,9 @@ def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
     rows = sorted(question.at(capacity), key=order)
     most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
     shown = [row_json(question, row, ranks.get(row.id), base) for row in rows]
-    sentence = finding(shown, question.measure)
     changes = [question.change(second, first) for first, second in itertools.combinations(rows, 2)]
+    beaten = {row.id for row, change in zip(rows[1:], changes, strict=False) if change and change.sign > 0}  # by the first row
+    sentence = finding(shown, question.measure, beaten)
     return {
         "capacity": capacity,
         "kv_bytes": most,

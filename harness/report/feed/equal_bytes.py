@@ -16,7 +16,7 @@ from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import answers_json, figure, loss_json
 from kvbench.harness.report.feed.words import finding
 from kvbench.harness.report.markdown import model_name
-from kvbench.harness.report.ranks import Rank, corrected, ranks
+from kvbench.harness.report.ranks import Change, Pair, corrected, ranks
 from kvbench.harness.report.rows import Row
 
 SHARES = tuple(Fraction(1, 2**halvings) for halvings in range(1, 6))  # shares of dense's bytes in the model's dtype
@@ -111,12 +111,15 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
 def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the feed's entry of a size, with all policies and formats, best first."""
     question, ids = formats.whole, list(kept)
-    placed = _ranks(question, list(kept.values()))
+    changes = _changes(question, list(kept.values()))
+    placed = ranks(range(len(ids)), changes).values()
     shown = [rows[identifier] | {"rank": rank and list(rank)} for identifier, rank in zip(ids, placed, strict=True)]
     shown.sort(
         key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]], formats.largest) or 0.0)
     )
-    sentence = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure)
+    pairs = [pair[:: change.sign] for pair, change in changes.items() if change.sign]
+    beaten = {ids[worse] for better, worse in pairs if ids[better] == shown[0]["id"]}
+    sentence = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure, beaten)
     size = (_held(formats.dense) or 0) * share
     subject = f"{model_name(question.first)}, {words.subject(question)}, in any format"
     return {
@@ -128,11 +131,10 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
     }
 
 
-def _ranks(question: Question, rows: Sequence[Row]) -> list[Rank | None]:
-    """Return the ranks of rows among each other, corrected for the number of pairs."""
+def _changes(question: Question, rows: Sequence[Row]) -> dict[Pair, Change]:
+    """Return the changes between rows, corrected for the number of pairs."""
     pairs = itertools.combinations(range(len(rows)), 2)
-    compared = {(i, j): comparison for i, j in pairs if (comparison := question.comparison(rows[i], rows[j])) is not None}
-    return list(ranks(range(len(rows)), corrected(compared)).values())
+    return corrected({(i, j): comparison for i, j in pairs if (comparison := question.comparison(rows[i], rows[j])) is not None})
 
 
 def _alike(row: Row) -> list[object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -144,21 +144,27 @@ def size(capacity: int | None) -> str:
     return f"{capacity:,} tokens" if capacity is not None else "a budget that the prompt decides"
 
 
-def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
-    """Describe the best policy at a budget, its loss and its savings. rows: rows of the feed, in their order."""
+def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
+    """Describe the best policy at a budget, its loss and its savings.
+
+    Args:
+        rows: rows of the feed, in their order.
+        measure: "perplexity" or "answers".
+        beaten: ids of the rows that the first row is shown to beat.
+    """
     judged = [row for row in rows if (row["answers"] if measure == "answers" else row["perplexity"] is not None)]
-    return f"{_leaders(judged, measure)} {_price(judged[0], measure)}".strip() if judged else "Nothing was measured."
+    return f"{_leaders(judged, measure, beaten)} {_price(judged[0], measure)}".strip() if judged else "Nothing was measured."
 
 
-def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
-    """Name the policies that may be best."""
+def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
+    """Name the first policy, and those over which its lead is within the noise."""
     best, leads = rows[0], "has the lowest perplexity" if measure == "perplexity" else "has the most right answers"
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
     if best["rank"] is None:
         short = "the text is too short" if measure == "perplexity" else "there are too few streams"
         return f"{best['name']} {leads}, but {short} to rank policies."
-    rivals = [row["name"] for row in rows[1:] if row["rank"] is None or row["rank"][0] == 1]
+    rivals = [row["name"] for row in rows[1:] if row["id"] not in beaten]
     if not rivals:
         return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
     listed = " and ".join(part for part in (", ".join(rivals[:-1]), rivals[-1]) if part)
