@@ -296,6 +296,7 @@ def test_a_merged_key_is_a_mean_of_rotated_keys():
     [
         (D2O(), {"positions": "cache"}, "D2O merges keys, which belong to one position: positions must be stream"),
         (ChunkKV(CaM()), {}, "CaM merges evicted tokens, so no policy can be around it: it must be around ChunkKV"),
+        (ChunkKV(AdaKV(CaM())), {}, "CaM merges evicted tokens, so no policy can be around it: it must be around ChunkKV"),
         (ValueMerging(AdaKV(HEAVY)), {}, "ValueMerging can't merge where heads compete for slots: it needs evict: prompt"),
     ],
     ids=lambda x: type(x).__name__,

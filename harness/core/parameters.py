@@ -62,6 +62,13 @@ def policies_inside(policy: Policy) -> Iterator[Policy]:
         yield from (x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, Policy))
 
 
+def all_policies_inside(policy: Policy) -> Iterator[Policy]:
+    """Yield the policies at any depth among a policy's parameters."""
+    for inside in policies_inside(policy):
+        yield inside
+        yield from all_policies_inside(inside)
+
+
 def names_inside(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the policies at any depth in parameters of the form of `parameters_of`."""
     for value in itertools.chain.from_iterable(x if isinstance(x, list) else [x] for x in parameters.values()):

@@ -16,7 +16,7 @@ from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.device import free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.evict import Evict, Pages, at_once, pages_of
-from kvbench.harness.core.parameters import policies_inside
+from kvbench.harness.core.parameters import all_policies_inside
 from kvbench.policies import Policy, PositionMode
 from kvbench.policies.merges import Merging
 
@@ -75,7 +75,7 @@ class CacheConfig:
             ValueError: names the reason.
         """
         name = type(self.policy).__name__
-        inside = [type(p).__name__ for p in policies_inside(self.policy) if isinstance(p, Merging)]
+        inside = [type(p).__name__ for p in all_policies_inside(self.policy) if isinstance(p, Merging)]
         if inside:
             raise ValueError(f"{inside[0]} merges evicted tokens, so no policy can be around it: it must be around {name}")
         if not isinstance(self.policy, Merging):
