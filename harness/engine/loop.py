@@ -118,6 +118,7 @@ class CachedDecoder:
             raise ValueError("the model's positions are learned, so kept tokens stay where they stood: positions must be stream")
         method = method if config.kv is None else method.without_unsupported_by_codec()
         self.model, self.config, self._method = model, config, method
+        self._longest = model.longest  # tokens of a stream
         self._layout = Layout(model, config, streams, dtype)
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream
         self._tokens_read: int | None = 0  # `_step` on the host; None once streams differ in length
@@ -151,8 +152,8 @@ class CachedDecoder:
             raise ValueError("evict: prompt, but the stream has no prompt: nothing says when to evict")
         self._tokens_read = self._tokens_read if valid is None else None
         self._max_tokens_read += count
-        if self._max_tokens_read > self.model.longest:
-            raise ValueError(f"a stream of more than {self.model.longest:,} tokens")
+        if self._max_tokens_read > self._longest:
+            raise ValueError(f"a stream of more than {self._longest:,} tokens")
         for walk in self.walks:
             if walk.slots.capacity is None or walk.slots.tensors.pages is not None:
                 walk.slots.grow(self._max_tokens_read)
@@ -235,8 +236,8 @@ class CachedDecoder:
         Raises:
             ValueError: the decoder has read tokens already, or the stream would be too long.
         """
-        if self._tokens_read != 0 or tokens > self.model.longest:
-            raise ValueError(f"only a decoder that has read nothing can be filled, with up to {self.model.longest:,} tokens")
+        if self._tokens_read != 0 or tokens > self._longest:
+            raise ValueError(f"only a decoder that has read nothing can be filled, with up to {self._longest:,} tokens")
         devices = {walk.slots.device for walk in self.walks}
         generators = {d: torch.Generator(d if d.type == "cuda" else "cpu").manual_seed(seed) for d in devices}
         for walk in self.walks:

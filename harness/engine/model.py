@@ -120,15 +120,12 @@ class Model:
             if compiled is not None and tokens.shape[1] == 1 and isinstance(keep, int):
                 with answered_by(backend), self.idle_rotary.compiling():
                     return fused_logits(compiled, tokens)
-            return forward(self.hf, tokens, self._positions(tokens, positions), backend, keep)
+            # The backend applies RoPE, so models with RoPE run at position 0.
+            placed = self._learned_positions(tokens, positions) if self.learned_positions else torch.zeros_like(tokens)
+            return forward(self.hf, tokens, placed, backend, keep)
 
-    def _positions(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the positions passed to the model: stream positions if positions are learned, otherwise 0. [B, T].
-
-        The backend applies RoPE, so models with RoPE run at position 0.
-        """
-        if not self.learned_positions:
-            return torch.zeros_like(tokens)
+    def _learned_positions(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the positions in the stream that are passed to a model with learned positions. [B, T]."""
         if positions is None:
             return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return positions.clamp(max=self.longest - 1)  # tokens after the end of a stream are invalid

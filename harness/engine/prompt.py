@@ -42,7 +42,7 @@ class Whole:
         self._slots = [of_layer[layer] for layer in sorted(of_layer)]
         self.rows = [Rows(group, group.num_slots, layer) for layer, group in sorted(of_layer.items())]
         for rows in self.rows:
-            rows.see(torch.full_like(rows.view.layer, length - 1))
+            rows.view.step = torch.full_like(rows.view.layer, length - 1)
 
     def cut(
         self, capacity: int | None, table: Table | None, pages: Pages | None = None

@@ -74,7 +74,7 @@ class RunReader:
         if one_by_one:
             rows.leave(free)
         else:
-            rows.see(now[-1])
+            rows.view.step = now[-1]
             rows.note_written(free, run.keys, run.values, run.steps, run.ids)
         for number, mask in enumerate(sees):
             part = slice(number * at_once, number * at_once + mask.shape[1])
@@ -86,7 +86,7 @@ class RunReader:
                 if one_by_one:
                     self._update_one_by_one(run, part, free, ranks, observed, now)
                 else:
-                    rows.see(now[part.stop - 1])
+                    rows.view.step = now[part.stop - 1]
                     rows.update_together({name: observed[name] for name in self._observed_names})
         rows.end_run(free, due)
         return torch.cat(out, 2)

@@ -34,10 +34,6 @@ class Rows(HeldRows):
         self._tensors.flat_position.index_copy_(0, self.free, step)
         for statistic, state in self._tensors.flat_states.items():  # updates also change the state of unused slots
             state.index_fill_(0, self.free, statistic.initial)
-        self.see(now)
-
-    def see(self, now: Tensor) -> None:
-        """Set the step in the view of policies and statistics. now: [L * B, 1, 1] int64."""
         self.view.step = now
 
     def write(self, key: Tensor, value: Tensor, run: Tensor | None = None) -> None:
