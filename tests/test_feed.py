@@ -302,4 +302,4 @@ def test_the_leader_is_not_said_to_lead_whom_only_another_policy_beats():
     records = [noisy("random", 8, 2.0, 1), noisy("h2o", 8, 2.00003, 2), noisy("sink_window", 8, 2.00006, 2)]
     (budget,) = feeds.feed(records)["questions"][0]["budgets"]
     assert [row["rank"] for row in budget["rows"]] == [[1, 3], [1, 2], [2, 3]]
-    assert "its lead over h2o and sink_window is within the noise" in budget["answer"]
+    assert "its lead over all others is within the noise" in budget["answer"]

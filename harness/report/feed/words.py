@@ -169,6 +169,7 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[st
         return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
     listed = " and ".join(part for part in (", ".join(rivals[:-1]), rivals[-1]) if part)
     some = listed if len(rivals) <= _MAX_NAMES else f"{len(rivals)} of them"
+    some = "all others" if 1 < len(rivals) == len(rows) - 1 else some
     return f"{best['name']} {leads} of {len(rows)} policies; its lead over {some} is within the noise."
 
 
