@@ -303,3 +303,11 @@ def test_the_leader_is_not_said_to_lead_whom_only_another_policy_beats():
     (budget,) = feeds.feed(records)["questions"][0]["budgets"]
     assert [row["rank"] for row in budget["rows"]] == [[1, 3], [1, 2], [2, 3]]
     assert "its lead over all others is within the noise" in budget["answer"]
+
+
+def test_a_third_party_cache_is_no_reference_of_policies():
+    dense = edit(noisy("dense", None, 1.7, 1), metrics={"kv_bytes": 65536})
+    third = edit(noisy("hf:DynamicCache", None, 1.6, 2), facts={"code": "transformers 5.0"})
+    (question,) = feeds.feed([dense, third, noisy("window", 8, 2.0, 3)])["questions"]
+    assert question["budgets"][0]["reference"] == question["references"][0]["id"]
+    assert question["budgets"][0]["rows"][0]["loss"]["to_name"] == "dense"

@@ -42,7 +42,8 @@ def reference(question: Question, capacity: int | None) -> Row | None:
     tokens wherever possible.
     """
     dense = question.dense if question.dense is not None and not _has_trend(question, question.dense) else None
-    recomputed = [r for r in question.references if r is not question.dense and question.figure(r) is not None]
+    ours = [r for r in question.references if r.records[0].facts.code is None and question.figure(r) is not None]
+    recomputed = [r for r in ours if r is not question.dense]
     if dense is not None:
         recomputed = [r for r in recomputed if r.stride == 1]
     sizes = {r.cell.capacity for r in recomputed}
@@ -103,7 +104,7 @@ class Question:
 
     @cached_property
     def references(self) -> list[Row]:
-        """Rows of dense, and of policies that recompute their window."""
+        """Rows without a capacity to compare at (`is_reference`): dense, recomputed windows and third-party caches."""
         return [row for row in self.rows if is_reference(row.records[0])]
 
     @cached_property
@@ -242,8 +243,8 @@ def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
 def _by_eviction(measure: Measure, subject: list[Record], companions: list[Record], machine: str) -> Iterator[Question]:
     """Yield a question for each time of eviction, mode of positions and codec with a measured cache.
 
-    References evict nothing, so they are in all questions. A coded reference is only in questions with the same codec. The usual
-    mode of positions for the time of eviction (`groups.usual_positions`) comes first.
+    References have no capacity to compare at, so they are in all questions. A coded reference is only in questions with the same
+    codec. The usual mode of positions for the time of eviction (`sections.usual_positions`) comes first.
     """
     caches = {(r.cell.evicts, r.cell.positions, r.cell.stored) for r in subject if not is_reference(r) and r.status == "ok"}
     names = {id(r) for r in subject}
