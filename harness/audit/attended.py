@@ -1,4 +1,4 @@
-"""Record what a model attends to under a cache of unknown kind: which tokens, at which positions, and what the mask shows.
+"""Record the rows that a model attends to under a cache of unknown kind: their tokens, their positions and the mask.
 
 Only the public interface of a cache is used. Keys and values are recorded as they enter and leave `update`. A returned row holds
 the token whose value it equals. The rotation between the returned key and the key as it entered is the distance by which the
@@ -26,13 +26,13 @@ from kvbench.harness.engine.watch import layers_of
 
 UNKNOWN = -1  # token of a row that equals none of the tokens read
 UNPLACED = -(10**9)  # position of a key that is no rotation of its token's key
-_CLEARLY_CLOSER = 0.5  # error of the best rotation, relative to that of no rotation, up to which a key was rotated
-_UNLIKE = 0.5  # relative difference from which a row is another token's; quantized rows differ by less
+_CLEARLY_CLOSER = 0.5  # maximum error of the best rotation of a rotated key, relative to the error without rotation
+_UNLIKE = 0.5  # relative difference from which a row does not belong to a token; quantized rows differ by less
 
 
 @dataclass(frozen=True)
 class Read:
-    """What one layer attended to in one forward pass, for the first text of a batch.
+    """Rows that one layer attended to in one forward pass, for the first text of a batch.
 
     Attributes:
         first: index of the first token of the block.
@@ -67,7 +67,7 @@ class Recorder:
     """
 
     def __init__(self, rotations: list[Rotation | None]) -> None:
-        """rotations: RoPE of every layer; empty if unknown, so that rotated keys can't be placed."""
+        """Create a recorder without reads. rotations: RoPE of every layer; if empty, keys that the cache moved are `UNPLACED`."""
         self._rotations = rotations
         self._given: dict[int, tuple[Tensor, Tensor]] = {}  # keys [H, N, D] and values of all tokens read, by layer
         self._positions = torch.zeros(0, dtype=torch.int64)  # at which the model rotated the tokens read. [N]
@@ -76,7 +76,7 @@ class Recorder:
 
     @contextmanager
     def on(self, hf: PreTrainedModel, cache: Cache) -> Iterator[None]:
-        """Record the forward passes in this context, which is entered for each of them."""
+        """Record the forward pass in this context. Enter a new context for each forward pass."""
         self.reads = {}
         update, name = cache.update, hf.config._attn_implementation
         attention = ALL_ATTENTION_FUNCTIONS.get(name)

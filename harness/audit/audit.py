@@ -108,7 +108,7 @@ class Audit:
 
     @property
     def summary(self) -> str:
-        """Number of checks that failed, and of models on which one did."""
+        """Sentence with the number of failed checks, the number of models on which a check failed, and the seconds."""
         failed, models = len({check.name for check in self.failed}), len({check.model for check in self.failed})
         names = {check.model for check in self.checks}
         total = len({check.name for check in self.checks})
@@ -148,7 +148,7 @@ def audit(
     like: str | None = None,
     skip: Sequence[str] = (),
 ) -> Audit:
-    """Check what a cache does, against what a cache should do.
+    """Run all checks of a cache, on one model or on the built-in models.
 
     Args:
         cache: function that returns an empty cache, such as a class; it gets the model's `config` if it takes one. A class of one
@@ -160,7 +160,8 @@ def audit(
         skip: names of checks to leave out.
 
     Raises:
-        UserError: there is no such model, policy or check.
+        UserError: there is no such model, policy or check; the cache can't be created; the model's attention can't be recorded;
+            or the model's vocabulary is too small for the budget.
     """
     if isinstance(cache, str | Policy):
         policy = plugins.policy_class(cache)() if isinstance(cache, str) else cache
@@ -228,7 +229,7 @@ def _ranges(tokens: Sequence[int]) -> list[list[int]]:
 
 
 def models_of(model: PreTrainedModel | str | None) -> list[Named]:
-    """Return the given model, or a GQA model, one with sliding-window layers, and one with attention sinks.
+    """Return the given model; for None, three built-in models: with GQA, with sliding-window layers, and with attention sinks.
 
     Raises:
         UserError: there is no such model.

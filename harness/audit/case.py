@@ -1,4 +1,4 @@
-"""One cache on one model, what its checks share, and the register of checks."""
+"""Case of an audit (one cache on one model), results that its checks share, and the definition of a check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Verdict = Literal["pass", "fail", "not applicable"]
 _TOKENS = 96  # read if no budget is known
 _PAST_FULL = 33  # tokens read after the cache has been filled twice
 _PROMPT = 16  # tokens
-_MOST_LOST = 0.5  # tokens held after blocks, relative to those after single tokens
+_MIN_HELD_SHARE = 0.5  # minimum number of tokens held after blocks, relative to the number held after single tokens
 _STORED_EXACTLY = 0.01  # relative difference up to which values count as stored exactly
 
 
@@ -107,7 +107,7 @@ class Case:
 
     @cached_property
     def prompt(self) -> int:
-        """Tokens of the first block: all that a press is to cut, otherwise fewer than the budget."""
+        """Tokens of the first block: almost all for a press that cuts prompts, otherwise fewer than the budget (or 1)."""
         if self.subject.press is not None and self.subject.press.cuts_prompts:
             return self.length - _PROMPT
         size = self.subject.budget or 2 * _PROMPT
@@ -161,7 +161,7 @@ class Case:
         return 0
 
     def lost_sink(self, of: Trace) -> str:
-        """Return the first step at which one of the first tokens that should stay is not held; empty if there is none."""
+        """Describe the first step at which a sink token is not held; empty if all sink tokens are held."""
         for p in of.passes:
             for layer, heads in enumerate(p.held):
                 wanted = range(0 if self.has_window(layer) else min(self.sinks, p.first))
@@ -172,7 +172,7 @@ class Case:
 
     @property
     def is_ours(self) -> bool:
-        """Whether a policy of ours decides, by a decoder for which blocks of any size give equal results."""
+        """Whether the cache runs a policy of ours, whose decoder gives equal results for blocks of any size."""
         return not self.decode.passes[0].reads
 
     @property
@@ -181,17 +181,17 @@ class Case:
         return self.decode.rounding <= _STORED_EXACTLY
 
     def differs(self, logits: Tensor, expected: Tensor, whose: str) -> str:
-        """Return by how much logits differ from somebody else's; empty if by rounding. [..., V]."""
+        """Describe the difference between logits and expected logits; empty if it is within rounding. [..., V], [..., V]."""
         relative = relative_difference(logits, expected)
         is_equal = relative <= rounding_of(self.hf.dtype)
         return "" if is_equal else f"logits differ from those of {whose} by {relative:.2g} of the largest"
 
     def fault_of(self, blocks: Iterable[int]) -> str:
-        """Return what goes wrong if the text is read in these blocks; empty if nothing.
+        """Describe the first fault of reading the text in these blocks; empty if there is none.
 
-        The budget must be held and the first tokens must stay, if they do when single tokens are read. Logits must equal those
-        of `decode`, up to the first eviction. Later tokens of a block see the tokens that single tokens evict, so only
-        policies of ours must be equal to the end.
+        The cache must respect the budget and keep the first tokens if it does so in `decode`. If values are stored exactly,
+        logits must equal the logits of `decode` up to the first eviction. After the first eviction, only policies of ours are
+        compared: under other caches, tokens of a block may see earlier tokens that `decode` has already evicted.
         """
         of = self.trace(blocks)
         if fault := new_faults(of, self.known) or self._lost(of) or self._not_held(of):
@@ -204,7 +204,7 @@ class Case:
     def _lost(self, of: Trace) -> str:
         """Return the first step at which far fewer tokens are held than when single tokens are read."""
         held = {p.first: p.mean_held for p in self.decode.passes}
-        lost = next((p for p in of.passes if p.mean_held < _MOST_LOST * held.get(p.first, 0)), None)
+        lost = next((p for p in of.passes if p.mean_held < _MIN_HELD_SHARE * held.get(p.first, 0)), None)
         return "" if lost is None else f"at step {lost.first} it holds {lost.mean_held:g} tokens, not {held[lost.first]:g}"
 
     def _not_held(self, of: Trace) -> str:

@@ -52,7 +52,10 @@ def chunked_prefill(case: Case) -> Outcome:
 
 @check("Prompts of any length can be read.", "an index that assumes a prompt longer than the window", _OF_BLOCKS)
 def short_prompts(case: Case) -> Outcome:
-    """Read prompts of one token, of the budget, of one token more and of some more, each followed by single tokens."""
+    """Read prompts of 1 and 2 tokens, of the budget, and beyond the budget, each followed by single tokens.
+
+    A press reads a prompt of the usual length, and a prompt that is one token shorter.
+    """
     size = case.subject.budget or _CHUNK
     lengths = sorted(
         {1, 2, size, size + 1, max(size, case.past_full)} if case.subject.press is None else {case.prompt - 1, case.prompt}
@@ -152,7 +155,7 @@ def reset(case: Case) -> Outcome:
 
 @check("`crop` removes the newest tokens.", "a counter, an index or a score is not cropped", _OF_PLACES)
 def crop(case: Case) -> Outcome:
-    """Remove the newest tokens before an eviction, read others, and compare with a new cache. Remove tokens after one, too."""
+    """Crop before the first eviction, read other tokens, and compare with a new cache. Then crop after an eviction."""
     if case.subject.press is not None:
         return skipped(_NO_PROMPT)
     if not getattr(case.subject.new_cache(case.hf), "is_croppable", True):
@@ -219,13 +222,19 @@ def _read(reader: Reader, ids: Tensor) -> Tensor:
 
 
 def _differs_after(case: Case, name: str, change: Callable[[Reader], None], before: Tensor, after: Tensor, later: Tensor) -> str:
-    """Change a cache that has read texts, and compare its logits with those of a new cache that reads what is then left.
+    """Change a cache that has read texts, and compare its logits with those of a new cache that reads the changed texts.
 
     Args:
         name: name of the operation, which a cache may refuse.
         before: texts before the change. [B, N] int64.
         after: texts that the cache should hold after the change. [B, N] int64.
         later: next tokens of the texts. [B, N] int64.
+
+    Returns:
+        Description of the difference; empty if it is within rounding.
+
+    Raises:
+        RefusedError: the cache refuses the operation.
     """
     reader, expected = Reader(case.subject, case.hf), Reader(case.subject, case.hf)
     _read(reader, before)

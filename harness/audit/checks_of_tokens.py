@@ -8,7 +8,7 @@ from kvbench.harness.audit.attended import UNKNOWN
 from kvbench.harness.audit.case import Case, Outcome, check, failed, judged, passed, skipped
 from kvbench.harness.audit.trace import FAULTS, Pass, placement
 
-_MOST_ALLOCATED = 1.5  # bytes allocated, relative to those of the tokens held and of one that the next step needs
+_MOST_ALLOCATED = 1.5  # maximum of allocated bytes, relative to the bytes of the tokens held and of one new token
 
 
 @check("A prompt and single tokens are read without an exception.", "the cache does not implement the interface of `Cache`")
@@ -110,7 +110,7 @@ def mask(case: Case) -> Outcome:
 
 @check("`get_seq_length` is the number of tokens read.", "rows held are counted, so that RoPE repeats positions")
 def length(case: Case) -> Outcome:
-    """Compare `get_seq_length` with the tokens read; with keys placed by rank, the tokens held count, too."""
+    """Compare `get_seq_length` with the number of tokens read. Any other length passes only if keys are placed by rank."""
     wrong = next((p for p in case.decode.passes if p.length != p.end), None)
     if wrong is None:
         return passed(f"{case.decode.passes[-1].length} after {case.decode.passes[-1].end} tokens")
@@ -126,7 +126,7 @@ def length(case: Case) -> Outcome:
     ("rows",),
 )
 def positions(case: Case) -> Outcome:
-    """Measure the distance of queries and keys, if the model asks the cache for its length and if positions are passed."""
+    """Measure distances between queries and keys, both with positions from the cache's length and with positions passed."""
     if case.is_ours:
         return skipped("the decoder of a policy places keys: positions 'stream'")
     if not case.rotations:
@@ -161,6 +161,6 @@ def _recorded(case: Case, kind: str, evidence: str) -> Outcome:
 
 
 def _after_prompt(case: Case) -> list[Pass]:
-    """Return the passes in which the budget counts: for a press that cuts prompts, the first after the prompt."""
+    """Return the passes to which the budget applies: all, or the first after the prompt for a press that cuts prompts."""
     press = case.subject.press
     return case.decode.passes[1:2] if press is not None and press.cuts_prompts else case.decode.passes

@@ -86,7 +86,7 @@ def subject_of_policy(name: str, policy: Policy, budget: int | None, sinks: int 
     """Return the subject for a policy of ours, or for a contestant: a cache or a press.
 
     Raises:
-        UserError: the policy has no cache, or takes no capacity.
+        UserError: the policy keeps no cache, or a budget is given for a policy that never evicts.
     """
     if isinstance(policy, Contestant):
         press = policy if isinstance(policy, Press) else None

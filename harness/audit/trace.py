@@ -32,8 +32,8 @@ class Pass:
         first: index of the block's first token.
         count: tokens of the block.
         held: tokens held before the pass.
-        reads: what every layer attended to; empty for a policy of ours, whose decoder answers the model's calls.
-        length: what `get_seq_length` returns after the pass.
+        reads: rows that each layer attended to; empty for a policy of ours, whose decoder answers the model's calls.
+        length: result of `get_seq_length` after the pass.
         allocated: bytes of the storage of the cache's tensors after the pass.
         logits: logits of the block. [T, V] float32.
     """
@@ -83,7 +83,7 @@ class Trace:
 
     @property
     def first_eviction(self) -> int | None:
-        """Number of tokens read at the first pass before which a token was missing; None if nothing was evicted."""
+        """Number of tokens read before the first pass with a missing token; None if nothing was evicted."""
         return next((p.first for p in self.passes if any(len(head) < p.first for layer in p.held for head in layer)), None)
 
     @property
@@ -118,14 +118,14 @@ def trace(
 
 
 class Tracer:
-    """Reads blocks with a cache, and adds what every layer attends to to a trace."""
+    """Reads blocks with a cache, and appends a `Pass` per block to a trace."""
 
     def __init__(self, reader: Reader, hf: PreTrainedModel, rotations: list[Rotation | None], into: Trace) -> None:
         """Trace an empty cache. rotations: RoPE of every layer; empty if unknown."""
         self._reader, self._hf, self._recorder, self._trace = reader, hf, Recorder(rotations), into
 
     def read(self, block: Tensor) -> None:
-        """Read the next tokens, which no earlier block has. [1, T] int64."""
+        """Read the next tokens, all distinct from the tokens of earlier blocks. [1, T] int64."""
         first, cache, of = self._reader.tokens, self._reader.cache, self._trace
         if isinstance(cache, PolicyCache):
             held, logits, report = cache.kept(), self._reader(block)[0], cache.report()
@@ -152,10 +152,10 @@ def _reads(of: Trace) -> Iterator[tuple[Read, str]]:
 
 
 def rows_fault(of: Trace) -> str:
-    """Return the first row that is attended to and is not one token read, or is a second copy of a token."""
+    """Describe the first fault: a visible row holds no token read, a row's key is not its token's, or a token is held twice."""
     for read, when in _reads(of):
-        is_seen = read.visible.any(0)
-        unknown = int(((read.tokens == UNKNOWN) & is_seen).sum())
+        is_visible = read.visible.any(0)
+        unknown = int(((read.tokens == UNKNOWN) & is_visible).sum())
         if unknown:
             total = read.tokens.numel()
             return f"{when}: {unknown} of {total} rows that it attends to hold the value of none of the tokens read"
@@ -203,8 +203,8 @@ def mask_fault(of: Trace) -> str:
 def placement(of: Trace) -> tuple[str, str]:
     """Return how the cache places keys, `stream` or `rank`, and the first fault of the placement that holds longest.
 
-    In `stream`, the distance of a query and a key is that of their tokens in the stream; in `rank`, that of their ranks among the
-    rows held.
+    With `stream`, the distance between a query and a key is the distance between their tokens in the stream. With `rank`, it is
+    the distance between their ranks among the rows held.
     """
     faults = {mode: _misplaced(of, mode) for mode in ("stream", "rank")}
     mode = max(faults, key=lambda m: (not faults[m][1], faults[m][0]))

@@ -25,7 +25,7 @@ class Held(NamedTuple):
     keys: Tensor  # [N, n, D]
     values: Tensor  # [N, n, Dv]
     position: Tensor  # [N, n] int64
-    states: list[Tensor]  # one per statistic, [N, n]
+    states: list[Tensor]  # one per statistic of slots, [N, n, *k]; statistics of heads are left out
 
 
 class HeldRows:

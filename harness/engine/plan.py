@@ -37,7 +37,7 @@ class Block:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number of tokens in the block, T."""
         return self.steps.shape[1]
 
     @property

@@ -55,11 +55,11 @@ class Whole:
             pages: pages that are evicted as a whole later. The prompt itself is cut by single tokens.
 
         Returns:
-            Slots of the kept tokens, [N, S] bool for each layer, and the number of tokens that each head keeps, [L][H]; None if
-            the prompt decides it.
+            Slots of the kept tokens, [N, S] bool for each layer, and the number of tokens that each head keeps, [L][H]; None
+            instead of these numbers if the prompt decides them.
 
         Raises:
-            ValueError: the policy's budgets have another shape, or don't add up.
+            ValueError: the policy's budgets have another shape, don't add up, or can't be combined with pages.
         """
         policy = self._bound(capacity)
         requested = policy.prompt_budgets([_on(rows.view, self._slots[0].device) for rows in self.rows], capacity)

@@ -2,7 +2,8 @@
 
 `Fill` attends to a whole block at once while nothing is evicted. `Closed` computes banded attention if the kept tokens are known
 in advance. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` makes one attention call from one eviction to the next.
-On CPUs, the step kernel reads each token of other walked blocks, also in coded caches, and PyTorch does the bookkeeping.
+On CPUs, the step kernel reads each token of blocks that no other shortcut takes, also in coded caches. PyTorch or a release
+kernel then updates the statistics and evicts.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, D key dim, Dv value dim, P pairs of dims.
 """
@@ -28,7 +29,7 @@ _MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
 
 
 class Shortcuts:
-    """Reads blocks into the layers of one `Slots`.
+    """Plans the blocks that a shortcut can read, and reads these blocks into the layers of one `Slots`.
 
     Attributes:
         form: closed form of the blocks; None if there is none or it may not be used.

@@ -161,7 +161,7 @@ class Rows(HeldRows):
         return importance
 
     def evict_several(self) -> None:
-        """Cut every row, or every layer whose heads compete, back to its budget if it holds at least `every` tokens more."""
+        """Cut each row to its budget, or each layer whose heads compete, once the excess per head reaches `every` tokens."""
         slots, budget, heads = self._slots, self._slots.budget, self._slots.shape.heads
         held = self.rank < slots.empty_rank
         importance = self.importance(slots.policy).masked_fill(~held, inf)
@@ -228,7 +228,11 @@ class Rows(HeldRows):
         return new_keys, self._values.entered(indices, values.flatten(0, 1), old_values)
 
     def visible_to(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        """Return which keys from `enter` each token of a run sees. ranks, steps: of tokens, [R, T] int64 -> [R, T, S] bool."""
+        """Return which keys from `enter` each token of a run sees. ranks, steps: ranks and steps of the tokens. [R, T] int64.
+
+        Returns:
+            [R, T, S] bool; with a codec, the masks of all storage stages, concatenated along the last axis.
+        """
         sees, window, codec = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window, self._slots.codec
         if window is not None:
             sees = sees & (steps[..., None] - self.position[:, None] < window)
@@ -266,7 +270,7 @@ class Windows:
     """Cache of the `Rows` of one `Slots`. It is cleared when the tensors of the slots are replaced.
 
     Attributes:
-        cached: the rows built so far, by (slots attended, layer).
+        cached: rows by (slots attended, layer). Rows of another number of attended slots are dropped.
     """
 
     def __init__(self, slots: Slots) -> None:

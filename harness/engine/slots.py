@@ -262,7 +262,7 @@ class Slots:
         return paged + sum(x.nbytes for x in (tensors.rank, tensors.position, tensors.free, *tensors.states.values()))
 
     def attended(self, tokens_read: int | None, tokens: int = 1) -> int:
-        """Return the number of slots that a block of `tokens` tokens attends over, a multiple of the bucket.
+        """Return the number of slots that a block of `tokens` tokens attends over: a multiple of the bucket, or all slots.
 
         If heads evict and hold different numbers of tokens, a block attends over all slots. On devices that the host can
         read without waiting, it attends over the slots that the fullest head may need, rounded up to an eighth of a power
@@ -281,7 +281,7 @@ class Slots:
         return min(self.num_slots, -(-used // self.budget.bucket) * self.budget.bucket)
 
     def used(self, tokens_read: int) -> int:
-        """Return the maximum number of slots of a head in use by `tokens_read` tokens, the newest token's slot included.
+        """Return the maximum number of slots that a head uses for `tokens_read` tokens, including the newest token's slot.
 
         In a pool, return the mean over heads, rounded up.
         """

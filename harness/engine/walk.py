@@ -45,7 +45,7 @@ class Walk:
     Attributes:
         rotation: RoPE of the layers; None without RoPE.
         ordered: the slots hold their tokens oldest first.
-        steady: rank in all rows, [R] int64, and RoPE of the queries, if the next token reuses those of the last token.
+        steady: rank in all rows, [R] int64, and RoPE of the query, for reuse by the next token; None if both must be computed.
     """
 
     def __init__(
@@ -54,8 +54,10 @@ class Walk:
         """Choose kernels and shortcuts for the lifetime of a decoder.
 
         Args:
+            positions: position that RoPE gives to a cached token.
+            limit: maximum distance with positions `clamped`, in tokens.
             method: shortcuts that may be taken.
-            like: walk over other streams of equal slots, whose kernels are reused.
+            like: walk whose kernels and closed form are reused. Its slots differ from `slots` only in their streams.
         """
         self.slots, self.rows, self.rotation, self._method = slots, Windows(slots), slots.shape.rotation, method
         self._placement = Placement(self.rotation, positions, limit, slots.dtype, slots.keys_rotated)
@@ -168,7 +170,7 @@ class Walk:
         """Read a block into one layer. Each token sees the tokens that are kept at its step.
 
         Args:
-            layer: its index in the model.
+            layer: index of the layer in the model.
             query: unrotated. [B, H * G, T, D].
             keys: unrotated. [B, H, T, D].
             values: [B, H, T, Dv].

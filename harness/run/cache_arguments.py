@@ -30,7 +30,11 @@ _UNDERSTOOD = {
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse a call that requests more than logits, or has no tokens."""
+    """Refuse a call that requests more than logits, has no tokens, or turns the cache off.
+
+    Raises:
+        UserError: an argument is missing, not supported, or of another type.
+    """
     others = [k for k, v in given.items() if k not in _UNDERSTOOD and v is not None and v is not False]
     tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
     if others or tokens is None:

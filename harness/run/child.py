@@ -99,7 +99,7 @@ def _unnoticed() -> Iterator[None]:
 def run_child(connection: Connection, scratch: str) -> None:
     """Run the child process: receive an order, measure it, and send the outcomes.
 
-    torch is imported only after the thread was started that ends the child with its parent.
+    The thread that ends the child with its parent starts before torch is imported.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # stdout is for the records of the run

@@ -41,7 +41,7 @@ class Cache(AnsweringCache):
 
     _decoder: Decoder | None  # None until tokens are read
     _streams: int  # B
-    _seen: int  # number of tokens read of each text, padding included
+    _tokens_read: int  # number of tokens read of each text, padding included
     _prompt: int | Tensor  # tokens of each text, without padding, before the first single token. [B] if they differ
     _padding: Tensor | None  # number of padding tokens read; None without padding. [B]
     _in_prompt: bool  # no single token was read yet
@@ -124,7 +124,7 @@ class Cache(AnsweringCache):
             "evict": evict_as_json(config.evict),
             "kv": kv,
             "texts": self._streams,
-            "seen": self._seen,
+            "seen": self._tokens_read,
             "kept": kept,
             "held_bytes": held,
             "allocated_bytes": allocated,
@@ -143,7 +143,7 @@ class Cache(AnsweringCache):
     def reset(self) -> None:
         """Remove all texts, so that new texts can be read."""
         self._decoder, self._streams = None, 0
-        self._seen, self._prompt, self._padding, self._in_prompt = 0, 0, None, True
+        self._tokens_read, self._prompt, self._padding, self._in_prompt = 0, 0, None, True
 
     def fork(self) -> Self:
         """Return a copy of the cache, e.g. to continue a prompt in several ways. The model is not copied."""
@@ -205,10 +205,10 @@ class Cache(AnsweringCache):
             return None
         if mask.ndim != 2 or len(mask) != streams:
             raise UserError(f"attention_mask: expected [texts, tokens] for {streams} texts, not {list(mask.shape)}")
-        if mask.shape[1] != self._seen + count:
+        if mask.shape[1] != self._tokens_read + count:
             self._refuse(f"{count} came with an attention_mask of {mask.shape[1]}")
         whole = mask.to(self._route.hf.device, torch.bool)
-        if bool(((~whole[:, : self._seen]).sum(1) != (0 if self._padding is None else self._padding)).any()):
+        if bool(((~whole[:, : self._tokens_read]).sum(1) != (0 if self._padding is None else self._padding)).any()):
             self._refuse(f"{count} came with an attention_mask that has other padding before them")
         valid = whole[:, -count:]
         return None if bool(valid.all()) else valid
@@ -222,17 +222,17 @@ class Cache(AnsweringCache):
             return
         (streams, count), device = tokens.shape, self._route.hf.device
         real = torch.ones(streams, count, dtype=torch.bool, device=device) if valid is None else valid
-        steps = torch.arange(self._seen, self._seen + count, device=device)
-        without = self._seen + real.cumsum(1) - 1 - (0 if self._padding is None else self._padding[:, None])
+        steps = torch.arange(self._tokens_read, self._tokens_read + count, device=device)
+        without = self._tokens_read + real.cumsum(1) - 1 - (0 if self._padding is None else self._padding[:, None])
         positions = torch.atleast_2d(positions).to(device)
         fits = positions.shape[-1] == count and positions.shape[-2] in (1, streams)
         if not fits or not bool(((positions == steps) | (positions == without) | ~real).all()):
-            self._refuse(f"{count} came with other position_ids than {self._seen} to {self._seen + count - 1}")
+            self._refuse(f"{count} came with other position_ids than {self._tokens_read} to {self._tokens_read + count - 1}")
 
     def _refuse(self, reason: str) -> None:
         raise UserError(
-            f"this cache has read {self._seen} tokens of each text, and {reason}: go on with a text that begins with what was "
-            "read and is longer, or call cache.reset()"
+            f"this cache has read {self._tokens_read} tokens of each text, and {reason}: "
+            "go on with a text that begins with what was read and is longer, or call cache.reset()"
         )
 
     def _refuse_late_prompt(self, count: int, valid: Tensor | None, keep: int) -> None:
@@ -257,7 +257,7 @@ class Cache(AnsweringCache):
         if self._decoder is None:
             self._decoder, self._streams = open_decoder(self._route.model, self._config, streams, self._method(streams)), streams
         self._in_prompt = first or (self._in_prompt and count > 1)
-        self._seen += count
+        self._tokens_read += count
         if valid is not None:
             self._padding = (~valid).sum(1) if self._padding is None else self._padding + (~valid).sum(1)
         if evict == "prompt" and self._in_prompt:
@@ -288,7 +288,7 @@ class Cache(AnsweringCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens read of each text, padding included. `generate` passes only later tokens."""
-        return self._seen
+        return self._tokens_read
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return -1: a text may have any length."""

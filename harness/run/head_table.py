@@ -1,7 +1,7 @@
 """Measure how much each KV head retrieves, and write the table that `headkv` and `duo_attention` read.
 
 A sequence of random tokens is read twice in a row. In the second copy, a head that retrieves attends to the token that followed
-the same token in the first copy. Its score is the share of attention that goes there.
+the same token in the first copy. The score of a head is the share of attention to that following token.
 
 Source: the repeated-random-tokens test of induction heads, Olsson et al. 2022, arXiv:2209.11895. HeadKV and DuoAttention find
 their tables by other probes: needles with reasoning (arXiv:2410.19258), and training (arXiv:2410.10819).
@@ -53,7 +53,7 @@ class _Retrieval:
 
 @torch.inference_mode()
 def retrieval_scores(model: Model, tokens: int = 64, streams: int = 16, seed: int = 0) -> list[list[float]]:
-    """Return the retrieval score of each KV head, which is that of its best query head. [L][H].
+    """Return the retrieval score of each KV head: the score of its best query head. [L][H].
 
     Scores are means over `streams` sequences of `tokens` random tokens, each read twice.
     """

@@ -61,7 +61,7 @@ class RayExecutor:
     """Measures groups with workers that are Ray actors."""
 
     def __init__(self, cluster: Cluster, options: RunOptions, device: str, threads: int) -> None:
-        """Plan a run with workers for which the cluster has room, without starting any."""
+        """Start the board on which workers show their progress. `start` starts the workers."""
         self._cluster, self._ray, self._device, self._threads = cluster, cluster.ray, device, threads
         self._options = replace(options, device=torch.device(device))
         self._workers: list[_Worker] = []

@@ -11,7 +11,7 @@ from kvbench.harness.core.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-_DEFAULT_STEPS = 16  # spread evenly over the stream, before the last one
+_DEFAULT_STEPS = 16  # number of steps, spread evenly over the stream; the last step of the stream is added
 _EXPECTED = "expected kept, kept=all, or kept=STEPS such as kept=128,256,end"
 
 

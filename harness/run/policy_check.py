@@ -60,10 +60,10 @@ def check(
     Args:
         settings: parameters of the policy, "key=value" each.
         capacities: capacities to check; `DEFAULT_CAPACITIES` when empty.
-        progress: is called when a step begins, with its name, its number and the number of steps.
+        progress: called when a step begins, with the name of the step, its number and the number of steps.
 
     Raises:
-        UserError: the policy is unknown, or has no such parameter.
+        UserError: the policy is unknown, has no such parameter, or is a third-party cache.
     """
     policy = policy_from_settings(name, settings)
     if isinstance(policy, Contestant):
@@ -113,12 +113,12 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
             refused[capacity] = str(error)
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
             return [], [RuleResult(_BINDS, f"bind({capacity}) raised {described(error)}", error=error)]
-    tried_at = ", ".join(map(str, refused))
+    refused_list = ", ".join(map(str, refused))
     if refused and not bound:
         *_, last = refused.values()
-        return [], [RuleResult(_BINDS, f"all capacities tried ({tried_at}) are refused: {last}; --capacity names another")]
+        return [], [RuleResult(_BINDS, f"all capacities tried ({refused_list}) are refused: {last}; --capacity names another")]
     first = next(iter(refused.values()), "")
-    return bound, [RuleResult(_BINDS, note=f"not applicable at {tried_at}: {first}")] if refused else []
+    return bound, [RuleResult(_BINDS, note=f"not applicable at {refused_list}: {first}")] if refused else []
 
 
 def _findings(on: Case) -> list[RuleResult]:
@@ -131,7 +131,7 @@ def _findings(on: Case) -> list[RuleResult]:
 
 
 def _no_table(on: Case) -> str:
-    """Return the reason that the policy has no budgets for the tiny model, e.g. another model's table; empty if it has."""
+    """Return the reason that the policy has no budgets for the tiny model, e.g. another model's table; otherwise empty."""
     model = _tiny()
     try:
         for prompt in (None, on.capacity + _TOKENS_PAST_FULL):

@@ -134,7 +134,11 @@ def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], fre
 
 
 def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device) -> None:
-    """Refuse a cache that can't be allocated."""
+    """Refuse a cache that can't be allocated. needed, free: bytes.
+
+    Raises:
+        UserError: the cache needs more bytes than are free.
+    """
     if needed <= free:
         return
     streams = cell.workload.side_by_side

@@ -18,7 +18,8 @@ LOCAL = "local"  # address that starts Ray on this machine
 CONNECT_S = 5.0
 SILENT_S = 10.0  # maximum silence of Ray's control service; after 60 s, Ray ends this process
 OBJECT_STORE_BYTES = 2**29  # holds texts, and a trace for each worker
-_SETTINGS = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")  # are set to 0
+# Environment variables that are set to 0, unless they have a value.
+_SETTINGS = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")
 
 
 class Cluster:
@@ -37,7 +38,7 @@ class Cluster:
         self._answered = time.monotonic()
 
     def answers(self) -> bool:
-        """Return whether Ray's control service accepts connections. Without it no worker can be started, ended or found."""
+        """Return whether Ray's control service accepts connections. Without the service, no worker can start or end."""
         return not _silence(self._service)
 
     def refuse_silence(self) -> None:

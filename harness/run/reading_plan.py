@@ -36,7 +36,9 @@ class Reading(NamedTuple):
     Attributes:
         method: shortcuts that may be used.
         block: number of tokens that pass a layer at once.
-        slow: reason that blocks are read by the plain walk, and its speed; empty if they are not, or if the walk was requested.
+        facts: facts about the method, for the record.
+        slow: note for the user: the reason that blocks are read token by token, with the speed of the plain walk, or the wrong
+            length that a third-party cache returns; empty if there is nothing to note.
     """
 
     method: Method
@@ -77,7 +79,7 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
 
 
 def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
-    """Choose the reading with somebody else's cache. Arguments are those of `choose_reading`."""
+    """Choose the reading with a third-party cache. Arguments are those of `choose_reading`."""
     check = own_loop(model, config, walk)
     work = task.workload(options)
     streams = 1 if work.block_of_all else work.side_by_side

@@ -42,8 +42,8 @@ class RunRequest:
     def cells(self, results: Path | None = None) -> list[Cell]:
         """Return the cells of the suite.
 
-        If `suite` is the beginning of a cell id, return the cell of its record, after its reference. The record is read from the
-        folder `results`, or from the published records.
+        If `suite` is the beginning of a cell id, return the recorded cell with this id, after its reference. The record is
+        read from the folder `results`, or from the published records.
 
         Raises:
             UserError: there is no such suite, task or record, or the suite has a mistake.
@@ -99,11 +99,20 @@ class RunRequest:
         wanted: Wanted | None = None,
         until: float = math.inf,
     ) -> list[Record]:
-        """Measure the cells that have no record yet. Returns the records of all cells, except for groups that `wanted` rejects.
+        """Measure the cells that have no record yet. `fresh`, `block`, `walk` and `keep` are options of `RunOptions`.
 
-        `tracebacks` shows the tracebacks of failed cells on stderr. `until` is the moment of `time.monotonic` after which
-        `wanted` accepts no more groups; only the progress display uses it. Other arguments are those of `RunOptions`. Workers on
-        Ray measure all groups.
+        Args:
+            results: folder of the records.
+            progress: show the progress on stderr.
+            tracebacks: also show the tracebacks of failed cells; no effect without `progress`.
+            wanted: decides which groups are measured; ignored with workers on Ray, which measure all groups.
+            until: moment of `time.monotonic` after which `wanted` accepts no more groups. Only the progress display uses it.
+
+        Returns:
+            Records in the order of the cells, without groups that `wanted` rejects and policies whose package is missing.
+
+        Raises:
+            UserError: a device, model, package or data are not available, or an option has a mistake.
         """
         from kvbench.harness.records import RecordStore
         from kvbench.harness.run.ledger import RunWatcher

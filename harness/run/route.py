@@ -68,7 +68,11 @@ class Route:
         return route
 
     def refuse_if_compiled_since(self) -> None:
-        """Refuse a model that was compiled after it was routed, because compiled code ignores the choice of attention."""
+        """Refuse a model that was compiled after it was routed, because compiled code ignores the choice of attention.
+
+        Raises:
+            UserError: the model was compiled.
+        """
         if self.model.hf is self.hf and is_compiled(self.hf):
             raise UserError(f"{type(self.hf).__name__} was compiled after its first kvbench.Cache: drop its caches for new ones")
 
@@ -93,7 +97,11 @@ def routable(model: Any) -> PreTrainedModel:
 
 
 def refuse_training(hf: PreTrainedModel) -> None:
-    """Refuse a model in training mode, which drops values at random."""
+    """Refuse a model in training mode, which drops values at random.
+
+    Raises:
+        UserError: the model is in training mode.
+    """
     if hf.training:
         raise UserError(f"{type(hf).__name__} is in training mode: call model.eval() to put it into evaluation mode")
 

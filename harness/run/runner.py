@@ -29,14 +29,14 @@ def run(
     """Measure every cell that is not finished.
 
     Each cell must come after its reference. Without an executor, this process measures, and skips groups that `wanted` rejects
-    when their turn comes. `measured_on` describes the machine, if it is another machine.
+    when their turn comes. `measured_on` describes the machine that measures; None means this machine.
 
     Returns:
         One record per measured cell, in the order of the cells. Records of earlier runs are included.
 
     Raises:
-        UserError: a model's files, its tokenizer or the data are not available, which is raised before any measurement. Or a
-            model can't be driven exactly, or a cache doesn't fit, which is raised before any cell of the model is measured.
+        UserError: before any measurement: a model's files, its tokenizer or the data are not available, or a policy breaks a
+            rule. Before the first cell of a model: the model can't be driven exactly, or a cache doesn't fit.
     """
     prepared = prepare(cells, options.device, options.data, measured_on)
     if options.keep is not None:

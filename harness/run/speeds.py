@@ -85,7 +85,10 @@ class Speeds:
         return self._model.training_length
 
     def rates(self, cell: Cell, streams: int, length: int) -> Rates | None:
-        """Return the rates of a cell with streams of `length` tokens; None if no cache of ours is used, or it doesn't fit."""
+        """Return the rates of a cell with streams of `length` tokens.
+
+        Returns None if no cache of ours is used, if the cache doesn't fit, or if the policy can't serve the model.
+        """
         if not cell.policy.caches or isinstance(cell.policy, Contestant):
             return None
         if cell.evict == "prompt":  # prompts are read under full attention

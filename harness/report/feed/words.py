@@ -157,7 +157,7 @@ def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str
 
 
 def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
-    """Name the first policy, and those over which its lead is within the noise."""
+    """Name the first policy, and the policies over which its lead is within the noise."""
     best, leads = rows[0], "has the lowest perplexity" if measure == "perplexity" else "has the most right answers"
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
