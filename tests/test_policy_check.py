@@ -258,7 +258,7 @@ def test_our_policies_pass(name, monkeypatch):
     monkeypatch.setattr(policy_check, "_tiny", TINY)
     monkeypatch.setattr(policy_check, "_reading", lambda on: "")
     findings = policy_check.check(name, capacities=[17]).findings
-    if [f.rule for f in findings] == ["a capacity can serve it"]:
+    if [f.rule for f in findings] == ["it can serve a capacity"]:
         findings = policy_check.check(name, capacities=[256]).findings
     assert [f for f in findings if not f.ok] == []
 

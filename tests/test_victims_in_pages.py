@@ -107,7 +107,7 @@ def test_pages_go_from_a_coded_cache():
 
 @pytest.mark.parametrize("name", HEADS_DIFFER)
 def test_heads_that_hold_different_numbers_of_tokens_are_refused(name, policies):
-    with pytest.raises(ValueError, match="whole pages go from heads that keep as many"):
+    with pytest.raises(ValueError, match="whole pages need heads that keep equally many"):
         CachedDecoder(model_of("llama"), CacheConfig(policies[name], 12, evict=Pages(4)))
 
 

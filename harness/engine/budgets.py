@@ -40,7 +40,7 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
     policy = config.policy.bind(config.capacity)
     table = policy.budgets(config.capacity, len(heads), max(heads), prompt)
     if config.pages is not None and (table is not None or policy.pool_floor(config.capacity) is not None):
-        raise ValueError("its heads keep different numbers of tokens, and whole pages go from heads that keep as many")
+        raise ValueError("its heads keep different numbers of tokens, and whole pages need heads that keep equally many")
     if table is None:
         return None
     if [len(row) for row in table] != heads:

@@ -64,7 +64,7 @@ class Whole:
         policy = self._bound(capacity)
         requested = policy.prompt_budgets([_on(rows.view, self._slots[0].device) for rows in self.rows], capacity)
         if requested is not None and pages is not None:
-            raise ValueError("its heads keep different numbers of tokens, and whole pages go from heads that keep as many")
+            raise ValueError("its heads keep different numbers of tokens, and whole pages need heads that keep equally many")
         if requested is not None:
             requested = self._checked(requested, None if policy.outcome else capacity)
         floor = policy.pool_floor(capacity) if requested is None and table is None and capacity is not None else None

@@ -35,7 +35,7 @@ _VOCABULARY = 64
 _TIMED_TOKENS = 512
 _EVERY = 8  # tokens evicted at once
 _PROMPT_BLOCK = 64  # tokens
-_BINDS = "a capacity can serve it"
+_BINDS = "it can serve a capacity"
 
 
 class CheckedPolicy(NamedTuple):
