@@ -121,3 +121,16 @@ def test_the_title_of_bytes_tells_the_number_of_streams():
     for made, title in ((one, "K/V"), (many, "K/V of 4 streams")):
         (table,) = closing([made]).tables
         assert title in table.head
+
+
+def test_each_of_a_few_tasks_has_its_own_right_answers():
+    opposite = {"h2o": ("1111", "0000"), "random": ("1000", "0100")}  # equal means would hide it
+    made = []
+    for policy, outcomes in opposite.items():
+        for task, of_task, size in zip(("kvbench_popular", "kvbench_once"), outcomes, (1024, 640), strict=True):
+            asked = edit(answered(policy, of_task), metrics={"kv_bytes": size})
+            made.append(edit(asked, cell={"task": {"name": "lm_eval", "tasks": task}}))
+    (table,) = closing(made[:-1]).tables  # random was not asked the last task
+    assert list(table.head) == ["policy", "right, popular", "right, once", "K/V", "status"]
+    assert list(table.lines) == [("h2o", "100 %", "0 %", "1 KiB", "ok"), ("random", "25 %", "", "1 KiB", "ok")]
+    assert table.notes[-1] == "K/V is the largest of the tasks'."

@@ -198,6 +198,19 @@ def test_policies_that_can_not_be_told_apart_are_named_with_the_random_choice_am
     assert sentence.startswith("m, 8 tokens: choose h2o. It can't be told from a random choice, and no policy has better")
 
 
+def test_of_many_leaders_the_best_is_named_and_the_random_choice_not_hidden():
+    tied = [measured(name, 2.0) for name in ("random", "h2o", "snapkv", "window")]
+    tova = measured("tova", 2.0)  # of the lowest mean, within noise
+    blocks = tova.metrics.as_json()["blocks"]
+    sums = [x + (5.0 if number % 2 else -5.1) for number, x in enumerate(blocks["nll_sum"])]
+    tied.append(edit(tova, metrics={"blocks": blocks | {"nll_sum": sums}}))
+    cut = [edit(answered(name, right), cell={"evict": "prompt"}) for name, right in (("rkv", "10" * 100), ("window", "0" * 200))]
+    asked = [answered("dense", "1" * 200, None), *cut]
+    sentence, _ = best_policy([measured("dense", 1.9, None), *tied, *asked], "m", 8)
+    leaders = "text: tova or 4 others (a random choice among them); StreamEval, question seen: rkv."
+    assert sentence.startswith(f"m, 8 tokens: no policy leads everywhere. Leaders (95 % confidence): {leaders}")
+
+
 def test_what_can_not_be_answered_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--budget 480: builtin:recall was trained on 528 tokens, .*; give at most 464"):
         suite_for(RECALL, 480, None, Scripted(1e-3), 600.0)

@@ -9,7 +9,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.feed import answers
 from kvbench.harness.report.feed.question import CONTROL, questions
-from kvbench.harness.report.feed.words import evicting
+from kvbench.harness.report.feed.words import enumerated, evicting
 
 _MAX_NAMES = 3  # names in a sentence
 
@@ -67,13 +67,13 @@ def _sentence(leaders: dict[str, list[str]]) -> str:
         tied = _names([name for name in everywhere if not name.startswith(CONTROL)], "and")
         tie = f"{tied} can't be told apart{control}" if tied != chosen else f"It can't be told{control.removeprefix(', nor')}"
         return f"choose {chosen}. {tie}, and no policy has better quality (95 % confidence)."
-    parts = [f"{head}: {_names(sorted(names), 'or')}" for head, names in leaders.items()]
+    parts = [f"{head}: {_names(names, 'or')}" for head, names in leaders.items()]
     return f"no policy leads everywhere. Leaders (95 % confidence): {'; '.join(parts)}."
 
 
 def _names(names: Sequence[str], conjunction: str) -> str:
     """Join names. Long lists are shortened, with a note if the random control is among the names left out."""
     if len(names) <= _MAX_NAMES:
-        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {conjunction} {names[-1]}"
-    drawn = ", a random choice among them," if any(name.startswith(CONTROL) for name in names[1:]) else ""
+        return enumerated(names, conjunction)
+    drawn = " (a random choice among them)" if any(name.startswith(CONTROL) for name in names[1:]) else ""
     return f"{names[0]} {conjunction} {len(names) - 1} others{drawn}"

@@ -89,7 +89,7 @@ def _subject(records: Sequence[Record]) -> str:
         return words.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
     labels = (_asked(r, records) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
     tasks = grouped((label.partition(", ") for label in dict.fromkeys(labels)), lambda parts: parts[1:])
-    return "; ".join(f"{' and '.join(name for name, _, _ in same)}{comma}{manner}" for (comma, manner), same in tasks.items())
+    return "; ".join(f"{words.enumerated([name for name, *_ in same])}{comma}{manner}" for (comma, manner), same in tasks.items())
 
 
 def _asked(record: Record, among: Sequence[Record]) -> str:
@@ -154,12 +154,11 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
     """Return the table of comparable records. context: parts of the heading, as in `_costed`."""
     policies = _policies(records)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
-    together, tasks = Question("perplexity", scored, policies, "", "", ""), {task for row in policies for task in _answered(row)}
+    together = Question("perplexity", scored, policies, "", "", "")
     nlls = [together.figure(row) for row in policies]
-    shares = [row.answers.share if row.answers and set(_answered(row)) == tasks else None for row in policies]
     quality = {
         "perplexity": [_perplexity(row, nll) for row, nll in zip(policies, nlls, strict=True)],
-        "right": ["" if share is None else f"{100 * share:.0f} %" for share in shares],
+        **_right(policies),
         "result": [_other_figure(row) for row in policies],
     }
     longer = _longer_text(scored)
@@ -169,7 +168,25 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     if any(nll and row.nll and not math.isclose(nll, row.nll, rel_tol=1e-6) for nll, row in zip(nlls, policies, strict=True)):
         notes.append("Perplexity in the table is over the tokens after the cache has filled.")
+    if sum(head.startswith("right") for head in quality) > 1:
+        notes.append("K/V is the largest of the tasks'.")
     return _costed(policies, quality, context, [*_findings(records), *notes])
+
+
+def _right(policies: Sequence[Row]) -> dict[str, list[str]]:
+    """Return a column of right answers for each task, or one for all tasks if they are many or share a name."""
+    answered = [_answered(row) for row in policies]
+    tasks = {task: words.task(records[0]).partition(", ")[0] for of_row in answered for task, records in of_row.items()}
+    if 1 < len(set(tasks.values())) == len(tasks) <= _MAX_TEXTS:
+        return {f"right, {name}": [_share(of_row.get(task, [])) for of_row in answered] for task, name in tasks.items()}
+    complete = [row.records if of_row.keys() == tasks.keys() else [] for row, of_row in zip(policies, answered, strict=True)]
+    return {"right": [_share(records) for records in complete]}
+
+
+def _share(records: Sequence[Record]) -> str:
+    """Return the share of right answers over some records of a row; empty without answers."""
+    right = Row(list(records)).answers if records else None
+    return "" if right is None else f"{100 * right.share:.0f} %"
 
 
 def _overview(records: Sequence[Record], positions: str, machine: str) -> Table:
@@ -217,12 +234,19 @@ def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
     of_peaks = ["" if peak is None else cache_bytes(peak.kv_bytes) for peak in peaks]
     summed = [r for r in metered if r] if any(of_peaks) else [row.perplexity or row.records[0] for row in policies]
     return {
-        kv_title(summed): of_peaks if any(of_peaks) else [cache_bytes(row.kv_bytes) for row in policies],
+        kv_title(summed): of_peaks if any(of_peaks) else [cache_bytes(_kv_bytes(row)) for row in policies],
         "peak": ["" if peak is None else in_bytes(peak.peak_bytes) for peak in peaks],
         "TTFT ms": ["" if m is None else digits(m.first_token_ms, 3) for m in times],
         "TPOT ms": ["" if m is None else digits(m.step_ms, 3) for m in times],
         "tokens/s": ["" if rate is None else f"{rate:,.0f}" for rate in rates],
     }
+
+
+def _kv_bytes(row: Row) -> int | None:
+    """Return the bytes of K and V of a row's text, or of the task that takes the most."""
+    if row.perplexity is not None:
+        return row.kv_bytes
+    return max((size for record in row.records if (size := Row([record]).kv_bytes) is not None), default=None)
 
 
 def _longer_text(records: Sequence[Record]) -> str:
@@ -282,9 +306,10 @@ def _findings(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _answered(row: Row) -> list[str]:
-    """Return the tasks whose questions a row answered."""
-    return [repr(r.cell.options) for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
+def _answered(row: Row) -> dict[str, list[Record]]:
+    """Return the records of the questions that a row answered, by the task's options."""
+    scored = [r for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
+    return grouped(scored, lambda record: repr(record.cell.options))
 
 
 def _other_figure(row: Row) -> str:

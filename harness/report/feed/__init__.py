@@ -124,7 +124,7 @@ def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
     most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
     shown = [row_json(question, row, ranks.get(row.id), base) for row in rows]
     changes = [question.change(second, first) for first, second in itertools.combinations(rows, 2)]
-    beaten = {row.id for row, change in zip(rows[1:], changes, strict=False) if change and change.sign > 0}  # by the first row
+    beaten = {row.id for row in rows[1:] if (lost := question.change(row, rows[0])) is not None and lost.sign > 0}
     sentence = finding(shown, question.measure, beaten)
     return {
         "capacity": capacity,

@@ -139,6 +139,11 @@ def identifier(question: Question) -> str:
     return file_name(f"{cell.suite} {cell.model.id} {subject(question)} {question.evicts}", repr(unique))
 
 
+def enumerated(parts: Sequence[str], conjunction: str = "and") -> str:
+    """Join at least one part: "a", "a and b", "a, b and c"."""
+    return f" {conjunction} ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
 def size(capacity: int | None) -> str:
     """Return a phrase for a budget."""
     return f"{capacity:,} tokens" if capacity is not None else "a budget that the prompt decides"
@@ -167,9 +172,9 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[st
     rivals = [row["name"] for row in rows[1:] if row["id"] not in beaten]
     if not rivals:
         return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
-    listed = " and ".join(part for part in (", ".join(rivals[:-1]), rivals[-1]) if part)
-    some = listed if len(rivals) <= _MAX_NAMES else f"{len(rivals)} of them"
-    some = "all others" if 1 < len(rivals) == len(rows) - 1 else some
+    some = enumerated(rivals) if len(rivals) <= _MAX_NAMES else f"{len(rivals)} of them"
+    if 1 < len(rivals) == len(rows) - 1:
+        some = "all others"
     return f"{best['name']} {leads} of {len(rows)} policies; its lead over {some} is within the noise."
 
 
@@ -185,8 +190,7 @@ def _price(row: dict[str, Any], measure: str) -> str:
         parts.append(f"takes {median:.2f}{interval} of dense's time per token")
     if not parts:
         return ""
-    joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"It {joined}."
+    return f"It {enumerated(parts)}."
 
 
 def _answered(row: dict[str, Any], measure: str) -> list[str]:
