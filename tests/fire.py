@@ -73,6 +73,13 @@ def kill(child: int, number: int) -> list[psutil.Process]:
     return started
 
 
+def wait_for_subprocess(child: int) -> None:
+    """Wait until a run has started a process, or has ended."""
+    process = psutil.Process(child)
+    while process.status() != psutil.STATUS_ZOMBIE and not process.children(recursive=True):
+        time.sleep(0.01)
+
+
 def still_there(processes: list[psutil.Process], seconds: float = 5.0) -> int:
     """Return the number of processes that are still alive after some seconds. Returns early if all have ended."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
@@ -82,16 +89,22 @@ def still_there(processes: list[psutil.Process], seconds: float = 5.0) -> int:
 
 
 def fire(
-    kills: int, seed: int = 0, most: float = 2.0, suite: str = SUITE, signals: Sequence[int] = (signal.SIGKILL,)
+    kills: int,
+    seed: int = 0,
+    most: float = 2.0,
+    suite: str = SUITE,
+    signals: Sequence[int] = (signal.SIGKILL,),
+    in_subprocesses: bool = False,
 ) -> Counter[str]:
     """Kill runs and resume them.
 
     Args:
         kills: number of runs to kill.
         seed: seed of the times of killing.
-        most: maximum seconds before a run is killed.
+        most: maximum seconds before a run is killed, from its start or that of its first subprocess.
         suite: text of the suite to run.
         signals: signals to end runs, chosen at random.
+        in_subprocesses: wait for a subprocess of each run before the time of killing begins.
 
     Returns:
         Counts: kills, runs that ended before their kill, records finished at the kill, damaged, lost, failed,
@@ -107,6 +120,8 @@ def fire(
         while seen["kills"] < kills:
             before = files_of(store) if store.folder.exists() else {}
             child = run(request, store.folder)
+            if in_subprocesses:
+                wait_for_subprocess(child)
             time.sleep(draw.uniform(0.05, most))
             started = kill(child, draw.choice(signals))
             _, status = os.waitpid(child, 0)
