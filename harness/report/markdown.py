@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 
+Row = tuple[Record, Mapping[Any, str]]  # a record and its cells, by column
+_TEXT_COLUMNS = ("policy", "task", "status")  # columns that are aligned left
 _DEFAULT_AXES = {"evict": "step", "kv": "", "positions": "cache", "limit": None, "seed": 0}
 
 
@@ -57,9 +60,19 @@ def named(policy: str, settings: Sequence[str]) -> str:
     return visible(f"{policy} ({', '.join(settings)})" if settings else policy)
 
 
-def label(record: Record) -> str:
-    """Return the escaped title."""
-    return md(title(record))
+def on_device(record: Record, among: Iterable[Record]) -> str:
+    """Return " on <device>" if the records were measured on several devices, else an empty text."""
+    return f" on {record.facts.device or 'an unknown device'}" if len({r.facts.device for r in among}) > 1 else ""
+
+
+def row_label(record: Record, among: Iterable[Record]) -> str:
+    """Return the escaped title of the policy, with the device if the records have several."""
+    return md(title(record) + on_device(record, among))
+
+
+def by_row(records: Sequence[Record]) -> list[list[Record]]:
+    """Return the records of each row of a table that has a column for each value of a task's axis."""
+    return list(grouped(records, lambda r: (row_label(r, records), r.cell.capacity)).values())
 
 
 def status(record: Record) -> str:
@@ -81,6 +94,27 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) ->
     """Return the lines of a table. alignment: one letter per column: l, c or r."""
     rule = [{"r": "---:", "c": ":---:"}.get(a, "---") for a in alignment]
     return [*(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
+
+
+def policy_table(
+    rows: Sequence[Row], among: Sequence[Record], heads: Mapping[Any, str] | Callable[[Any], str] | None = None
+) -> list[str]:
+    """Return the lines of a table with a row per record: policy, capacity, and its cells. Empty columns are left out.
+
+    Args:
+        rows: each record with its cells, by column; "policy" replaces the label of the record.
+        among: all records of the page, which decide whether labels name a device.
+        heads: heading of each column, in order; or a function that returns the heading of a column, for columns in ascending
+            order. None: the columns are the headings, in the order of the longest row.
+    """
+    if callable(heads):
+        heads = {column: heads(column) for column in sorted({column for _, cells in rows for column in cells})}
+    lines = [{"policy": row_label(r, among), "capacity": count(r.cell.capacity), **cells} for r, cells in rows]
+    columns = {"policy": "policy", "capacity": "capacity"}
+    columns |= {name: name for line in sorted(lines, key=len, reverse=True) for name in line} if heads is None else heads
+    shown = [name for name in columns if any(line.get(name) for line in lines)]
+    alignment = "".join("l" if name in _TEXT_COLUMNS else "r" for name in shown)
+    return table([columns[name] for name in shown], [[line.get(name, "") for name in shown] for line in lines], alignment)
 
 
 def number(value: Any) -> str:

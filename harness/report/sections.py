@@ -13,7 +13,7 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record, newest
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, StepMetrics
 from kvbench.harness.report.chart import Chart, Page, channel, file_name, make_visible, page
-from kvbench.harness.report.markdown import md, model_name, number, short_titles, table, title
+from kvbench.harness.report.markdown import md, model_name, number, short_titles, table
 from kvbench.harness.report.pairing import question, strided, task_version
 from kvbench.harness.report.task_report import plain, task_of, titles_of
 
@@ -51,16 +51,6 @@ def order(record: Record) -> tuple[Any, ...]:
 def usual_positions(evicts: str) -> str:
     """Return the usual mode of positions: `stream` after a cut prompt, as in public code, and `cache` in an endless stream."""
     return "stream" if evicts == "prompt" else "cache"
-
-
-def on_device(record: Record, among: Sequence[Record]) -> str:
-    """Return " on <device>" if the records were measured on several devices, else an empty text."""
-    return f" on {record.facts.device or 'an unknown device'}" if len({r.facts.device for r in among}) > 1 else ""
-
-
-def row_label(record: Record, among: Sequence[Record]) -> str:
-    """Return the escaped title of the policy, with the device if the records have several."""
-    return md(title(record) + on_device(record, among))
 
 
 def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:

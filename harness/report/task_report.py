@@ -12,7 +12,7 @@ from kvbench.harness.records.cell import Options
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
+from kvbench.harness.report.markdown import md, number, policy_table, status, task_line
 
 Measures = Literal["quality", "time", "memory", "attention"]
 OF_MACHINE = ("time", "memory")  # figures that depend on device and threads, which are then part of the record's key
@@ -72,12 +72,9 @@ class TaskReport:
         """
         titles = titles_of(records[0])
         names = list(titles or dict.fromkeys(name for record in records for name in plain(record)))
-        rows = []
-        for record in records:
-            numbers = [number(plain(record).get(name)) for name in names]
-            rows.append([label(record), count(record.cell.capacity), *numbers, status(record)])
-        head = ["policy", "capacity", *(md(titles.get(name, name)) for name in names), "status"]
-        return [task_line(records[0]), *table(head, rows, "lr" + "r" * len(names) + "l")]
+        heads = {name: md(titles.get(name, name)) for name in names} | {"status": "status"}
+        rows = [(r, {name: number(plain(r).get(name)) for name in names} | {"status": status(r)}) for r in records]
+        return [task_line(records[0]), *policy_table(rows, records, heads)]
 
 
 class UnknownTask(TaskReport):

@@ -16,8 +16,7 @@ from pydantic import Field
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, count, table, task_line
-from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.markdown import by_row, cache_bytes, policy_table, task_line
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
@@ -81,18 +80,13 @@ class ArcStream(AnsweringTask):
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Return a row per policy and a column per subset: percent right with a 95 % interval."""
         subsets = sorted({_subset(r) for r in records}, reverse=True)
-        rows: dict[tuple[str, str], dict[str, Record]] = {}
-        for record in records:
-            name = (row_label(record, records), count(record.cell.capacity))
-            rows.setdefault(name, {})[_subset(record)] = record
-        lines = []
-        for name, row in rows.items():
-            kv_bytes = next(iter(row.values())).metrics.kv_bytes
-            lines.append([*name, *(percent_or_status(row.get(s)) for s in subsets), cache_bytes(kv_bytes)])
-        head = ["policy", "capacity", *subsets, "K/V"]
+        rows = [
+            (row[0], {_subset(r): percent_or_status(r) for r in row} | {"K/V": cache_bytes(row[0].metrics.kv_bytes)})
+            for row in by_row(records)
+        ]
         data = "".join(task_line(next(r for r in records if _subset(r) == subset)) for subset in subsets)
         about = f"{data}Percent right with {about_intervals(records)}:\n"
-        return [about, *table(head, lines, "lr" + "r" * len(subsets) + "r")]
+        return [about, *policy_table(rows, records, {head: head for head in (*subsets, "K/V")})]
 
 
 def _subset(record: Record) -> str:

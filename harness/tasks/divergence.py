@@ -25,8 +25,7 @@ from kvbench.harness.records.figure_rules import EXACT, MEAN_NATS, PART_NATS, RU
 from kvbench.harness.records.metrics import Metrics, SampleMetrics
 from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Share
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, count, label, status, table, task_line
-from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.markdown import cache_bytes, policy_table, status, task_line
 from kvbench.harness.tasks.common.samples import SampleOptions, Samples, buckets, samples
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer, Workload
 
@@ -206,22 +205,21 @@ class Divergence(Task):
             f"{task_line(records[0])}KL divergence from dense to the policy, in nats per token: 0 where nothing has changed. "
             "Top-1 agreement: how often both find the same token most likely. With 95 % intervals:\n"
         )
-        head = ["policy", "capacity", "KL", "top-1 agreement", "Δ NLL to dense", "K/V", "status"]
-        return [about, *table(head, [_row(r, records) for r in records], "lrrrrrl"), *_by_position(records)]
+        return [about, *policy_table([(r, _row(r)) for r in records], records), *_by_position(records)]
 
 
-def _row(record: Record, records: Sequence[Record]) -> list[str]:
-    name, m = [row_label(record, records), count(record.cell.capacity)], record.measured(DivergenceMetrics)
+def _row(record: Record) -> dict[str, str]:
+    """Return the cells of a record's row, by heading."""
+    m = record.measured(DivergenceMetrics)
     if m is None:
-        return [*name, *[""] * 4, status(record)]
-    return [
-        *name,
-        _with_ends(f"{m.kl:.4g}", m.kl_interval, "{:.4g}"),
-        _with_ends(f"{100 * m.agreement:.1f} %", m.agreement_interval, "{:.1f}", 100),
-        _with_ends(f"{m.nll_change:+.4f}", m.nll_change_interval, "{:+.4f}"),
-        cache_bytes(m.kv_bytes),
-        status(record),
-    ]
+        return {"status": status(record)}
+    return {
+        "KL": _with_ends(f"{m.kl:.4g}", m.kl_interval, "{:.4g}"),
+        "top-1 agreement": _with_ends(f"{100 * m.agreement:.1f} %", m.agreement_interval, "{:.1f}", 100),
+        "Δ NLL to dense": _with_ends(f"{m.nll_change:+.4f}", m.nll_change_interval, "{:+.4f}"),
+        "K/V": cache_bytes(m.kv_bytes),
+        "status": status(record),
+    }
 
 
 def _with_ends(mean: str, ends: Sequence[float] | None, form: str, scale: float = 1) -> str:
@@ -231,12 +229,8 @@ def _with_ends(mean: str, ends: Sequence[float] | None, form: str, scale: float 
 def _by_position(records: Sequence[Record]) -> list[str]:
     """Return a table of KL divergence by the position of the predicted token."""
     measured = [(r, m.by_position) for r in records if (m := r.measured(DivergenceMetrics))]
-    if not measured:
-        return []
-    edges = [(part.from_, part.to) for part in measured[0][1]]
-    rows = [[label(r), count(r.cell.capacity), *(f"{part.kl:.4g}" for part in parts)] for r, parts in measured]
-    head = ["policy", "capacity", *(f"{low:,} to {high:,}" for low, high in edges)]
-    return ["KL divergence by position in the sample:\n", *table(head, rows, "lr" + "r" * len(edges))]
+    rows = [(r, {f"{part.from_:,} to {part.to:,}": f"{part.kl:.4g}" for part in parts}) for r, parts in measured]
+    return ["KL divergence by position in the sample:\n", *policy_table(rows, records)] if rows else []
 
 
 def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: int) -> NDArray[np.void]:

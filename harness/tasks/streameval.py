@@ -7,6 +7,7 @@ authors released neither data nor code; details that the paper leaves open are o
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -18,8 +19,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, count, short_titles, table, task_line
-from kvbench.harness.report.sections import on_device, row_label
+from kvbench.harness.report.markdown import by_row, cache_bytes, on_device, policy_table, short_titles, task_line
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status
@@ -96,18 +96,13 @@ class StreamEval(AnsweringTask):
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Return the accuracy by distance, and by the share of the line that was in the cache."""
-        distances = sorted({_distance(r) for r in records})
         length = _line_tokens(records[0])
-        rows: dict[tuple[str, str], dict[int, Record]] = {}
-        for record in records:
-            name = (row_label(record, records), count(record.cell.capacity))
-            rows.setdefault(name, {})[_distance(record)] = record
-        head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
-        lines = [[*name, *(percent_or_status(row.get(d)) for d in distances)] for name, row in rows.items()]
+        heads = {distance: f"{distance} lines back" for distance in sorted({_distance(r) for r in records})}
+        rows = [(row[0], {_distance(r): percent_or_status(r) for r in row}) for row in by_row(records)]
         about = (
             f"{task_line(records[0])}A line takes {length} tokens on average. Percent right with {about_intervals(records)}:\n"
         )
-        return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_cache(records)]
+        return [about, *policy_table(rows, records, heads), *over_distance(records), *_by_cache(records)]
 
 
 def script(options: StreamEvalOptions, stream: int) -> Script:
@@ -127,24 +122,18 @@ def script(options: StreamEvalOptions, stream: int) -> Script:
 
 def _by_cache(records: Sequence[Record]) -> list[str]:
     """Return a table of accuracy by the share of the line that was in the cache when the answer began."""
-    parts = ("whole", "in part", "gone")
-    rows: dict[tuple[str, str, str], dict[str, list[int]]] = {}
-    for record in records:
-        metrics = record.measured(AnswerMetrics)
-        if metrics is None:
-            continue
-        name = (row_label(record, records), count(record.cell.capacity), cache_bytes(metrics.kv_bytes))
-        row = rows.setdefault(name, {})
-        for part, counts in metrics.in_cache.items():
-            total = row.setdefault(part, [0, 0])
-            total[0], total[1] = total[0] + counts.right, total[1] + counts.questions
-    lines = [
-        [*name, *(f"{100 * row[part][0] / row[part][1]:.1f} of {row[part][1]:,}" if part in row else "" for part in parts)]
-        for name, row in rows.items()
-    ]
-    head = ["policy", "capacity", "K/V", "whole line in the cache", "in part", "gone"]
+    rows = []
+    for row in by_row(records):
+        measured = [metrics for record in row if (metrics := record.measured(AnswerMetrics))]
+        right, total = Counter[str](), Counter[str]()
+        for metrics in measured:
+            right.update({part: counts.right for part, counts in metrics.in_cache.items()})
+            total.update({part: counts.questions for part, counts in metrics.in_cache.items()})
+        cells = {part: f"{100 * right[part] / questions:.1f} of {questions:,}" for part, questions in total.items()}
+        rows += [(row[0], cells | {"K/V": cache_bytes(measured[0].kv_bytes)})] if measured else []
+    heads = {"K/V": "K/V", "whole": "whole line in the cache", "in part": "in part", "gone": "gone"}
     about = "Over all distances, by how much of the line was in the cache when the answer began:\n"
-    return [about, *table(head, lines, "lrrrrr")]
+    return [about, *policy_table(rows, records, heads)]
 
 
 def _distance(record: Record) -> int:

@@ -26,8 +26,16 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, short_titles, status, table, task_line
-from kvbench.harness.report.sections import on_device, row_label
+from kvbench.harness.report.markdown import (
+    bracketed,
+    cache_bytes,
+    on_device,
+    policy_table,
+    row_label,
+    short_titles,
+    status,
+    task_line,
+)
 from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.report.task_charts import panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from kvbench.harness.data.quiz import QuizData
 
 _KINDS = ("system", "text", "turn", "corrected")
+_OLD = "old value said"  # heading of the percentage of answers with the value before the correction
 _SCBENCH_TOKENS = 125_000  # approximate number of tokens of a context
 _MAX_LINES = 10**6  # lines of all streams, which are generated in memory
 
@@ -248,21 +257,18 @@ class Turns(AnsweringTask):
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Return tables of right answers by kind and by turn. The seeds of a policy share a row."""
         groups = _without_seeds(records)
-        measured = _measured(records)
-        kinds = [kind for kind in _KINDS if any(kind in (m.kinds or {}) for m in measured)]
-        turns = [str(n) for n in sorted({int(turn) for m in measured for turn in m.turns or {}})]
-        old = ["old value said"] if "corrected" in kinds else []
+        turns = [str(n) for n in sorted({int(turn) for m in _measured(records) for turn in m.turns or {}})]
         data = records[0].data
         length = f"The text has {data.prompt_tokens:,.0f} tokens. " if isinstance(data, QuizFacts) and data.prompt_tokens else ""
         about = f"{task_line(records[0])}{length}Percent right with {about_intervals(records)}, by what is asked for:\n"
-        heads = ["policy", "capacity", "K/V", "all", *kinds, *old], ["policy", "capacity", "K/V", *turns]
-        by_kind = [[*_name(group, records), _all(group), *_by_kind(group, kinds)] for group in groups]
-        by_turn = [[*_name(group, records), *_by_turn(group, turns)] for group in groups]
+        names = [_name(group, records) for group in groups]
+        by_kind = [(group[0], name | _by_kind(group)) for group, name in zip(groups, names, strict=True)]
+        by_turn = [(group[0], name | _by_turn(group)) for group, name in zip(groups, names, strict=True)]
         return [
             about,
-            *table(heads[0], by_kind, "l" + "r" * (len(heads[0]) - 1)),
+            *policy_table(by_kind, records, {head: head for head in ("K/V", "all", *_KINDS, _OLD)}),
             "Percent right by the turn:\n",
-            *table(heads[1], by_turn, "l" + "r" * (len(heads[1]) - 1)),
+            *policy_table(by_turn, records, {head: head for head in ("K/V", *turns)}),
             *over_turns(records),
         ]
 
@@ -277,10 +283,10 @@ def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
     return list(groups.values())
 
 
-def _name(group: Sequence[Record], records: Sequence[Record]) -> list[str]:
-    """Return the first columns of a row."""
+def _name(group: Sequence[Record], records: Sequence[Record]) -> dict[str, str]:
+    """Return the first cells of a row."""
     seeds = f", {len(group)} seeds" if len(group) > 1 else ""
-    return [row_label(group[0], records) + seeds, count(group[0].cell.capacity), cache_bytes(group[0].metrics.kv_bytes)]
+    return {"policy": row_label(group[0], records) + seeds, "K/V": cache_bytes(group[0].metrics.kv_bytes)}
 
 
 def _all(group: Sequence[Record]) -> str:
@@ -299,16 +305,16 @@ def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str,
     return {part: (right[part], questions) for part, questions in total.items()}
 
 
-def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
-    """Return the percentage right of each kind; with corrected facts, a last column has the percentage of old values."""
+def _by_kind(group: Sequence[Record]) -> dict[str, str]:
+    """Return the percentage right of all questions and of each kind, and the percentage of old values of corrected facts."""
     counts = _counts(group, "kinds")
     shown = {
         kind: f"{100 * right / total:.1f}{bracketed(_of_kind(group, kind).ends, 1)} of {total:,}"
         for kind, (right, total) in counts.items()
     }
     stale = sum(metrics.stale or 0 for metrics in _measured(group))
-    old = [f"{100 * stale / counts['corrected'][1]:.1f}" if "corrected" in counts else ""] if "corrected" in kinds else []
-    return [*(shown.get(kind, "") for kind in kinds), *old]
+    old = {_OLD: f"{100 * stale / counts['corrected'][1]:.1f}"} if "corrected" in counts else {}
+    return {"all": _all(group)} | shown | old
 
 
 def _of_kind(group: Sequence[Record], kind: str) -> Answers:
@@ -330,10 +336,9 @@ def _kinds_asked(options: TurnsOptions, stream: int) -> list[str]:
     return [about["kind"] for *_, about in conversation(options, stream).questions]
 
 
-def _by_turn(group: Sequence[Record], turns: Sequence[str]) -> list[str]:
+def _by_turn(group: Sequence[Record]) -> dict[str, str]:
     """Return the percentage right in each turn."""
-    counts = _counts(group, "turns")
-    return [f"{100 * counts[turn][0] / counts[turn][1]:.1f}" if turn in counts else "" for turn in turns]
+    return {turn: f"{100 * right / total:.1f}" for turn, (right, total) in _counts(group, "turns").items()}
 
 
 def _measured(records: Sequence[Record]) -> list[AnswerMetrics]:

@@ -16,9 +16,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import logit_maps
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import count, number, percent, short_titles, status, table, task_line
+from kvbench.harness.report.markdown import number, percent, policy_table, short_titles, status, task_line
 from kvbench.harness.report.pairing import question
-from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.attention.figures import figures
@@ -84,8 +83,7 @@ class AttentionTask(Task):
             f"{task_line(records[0])}A head's sink gets more than {epsilon:g} of its attention, mean over queries. "
             f"{cls.explanation}With 95 % intervals over samples:\n"
         )
-        head, alignment = ["policy", "capacity", *cls.shown_figures, "status"], "lr" + "r" * len(cls.shown_figures) + "l"
-        lines: list[str | Chart] = [about, *table(head, [cls._row(record, records) for record in records], alignment)]
+        lines: list[str | Chart] = [about, *policy_table([(record, cls._row(record)) for record in records], records)]
         if measured:
             full = [r for r in measured if r.cell.is_dense][:1]
             lines += [*map(_heads_chart, full), cls.layers_chart(measured), *(line for r in full for line in cls.details(r))]
@@ -102,10 +100,10 @@ class AttentionTask(Task):
         return layers_chart(records, [])
 
     @classmethod
-    def _row(cls, record: Record, records: Sequence[Record]) -> list[str]:
+    def _row(cls, record: Record) -> dict[str, str]:
         metrics = record.measured(AttentionMetrics)
-        figures = ["" if metrics is None else shown(metrics) for shown in cls.shown_figures.values()]
-        return [row_label(record, records), count(record.cell.capacity), *figures, status(record)]
+        figures = {} if metrics is None else {head: shown(metrics) for head, shown in cls.shown_figures.items()}
+        return figures | {"status": status(record)}
 
 
 def _heads_chart(record: Record) -> Chart:

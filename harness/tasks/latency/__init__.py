@@ -24,7 +24,7 @@ from kvbench.harness.records.metrics import Metrics, StepMetrics
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
-from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, label, md, status, table
+from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, md, policy_table, status
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_charts import over_capacity
 from kvbench.harness.report.task_report import Measures, kv_title
@@ -216,72 +216,45 @@ class Latency(Task):
             "that the bytes or operations of a step can take at this device's rates, measured at the start. "
             "Slots: in use / attended.\n"
         )
-        head = [
-            "policy",
-            "capacity",
-            "ms/token (TPOT)",
-            "p90",
-            "p99",
-            "longest",
-            "tokens/s",
-            "first token ms (TTFT)",
-            "speed-up over dense",
-            "over recompute",
-            "bookkeeping",
-            "× roofline",
-            "slots",
-            kv_title(records),
-            "state",
-            "status",
-        ]
         lines: list[str | Chart] = [about]
         for machine, part in by_machine(records):
             lines += [f"On {md(machine)}:\n"] if machine else []
-            lines += table(head, [_row(r, part) for r in part], "lrrrrrrrrrrrrrrl")
+            lines += policy_table([(r, _row(r, part)) for r in part], part)
             lines += [*over_capacity(part, machine), *_curve(part), *_rates(part)]
         return lines
 
 
-def _row(record: Record, records: Sequence[Record]) -> list[str]:
-    name, m = [label(record), count(record.cell.capacity)], record.measured(LatencyMetrics)
+def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
+    """Return the cells of a record's row, by heading. records: all records of the machine."""
+    m = record.measured(LatencyMetrics)
     if m is None:
-        return [*name, *[""] * 13, status(record)]
+        return {"status": status(record)}
     dense = [r for r in records if r.cell.is_dense]
     recompute = [r for r in records if r.cell.policy == "recompute_window" and r.cell.capacity == record.cell.capacity]
     last, tails = m.curve[-1], m.percentiles_ms
-    return [
-        *name,
-        f"{digits(m.step_ms, 3)} ± {m.error:.0%}",
-        *(digits(tails[q], 3) if q in tails else "" for q in ("p90", "p99")),
-        "" if m.largest_ms is None else digits(m.largest_ms, 3),
-        f"{m.tokens_per_second:,.0f}",
-        f"{digits(m.first_token_ms, 3)} ± {m.first_token_error:.0%}",
-        speed_up(record, dense),
-        speed_up(record, recompute),
-        f"{m.bookkeeping_share:.0%}" if m.kv_bytes else "",
-        f"{m.over_roofline:.1f}",
-        f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",
-        cache_bytes(m.kv_bytes),
-        in_bytes(m.state_bytes),
-        status(record),
-    ]
+    return {
+        "ms/token (TPOT)": f"{digits(m.step_ms, 3)} ± {m.error:.0%}",
+        **{q: digits(tails[q], 3) if q in tails else "" for q in ("p90", "p99")},
+        "longest": "" if m.largest_ms is None else digits(m.largest_ms, 3),
+        "tokens/s": f"{m.tokens_per_second:,.0f}",
+        "first token ms (TTFT)": f"{digits(m.first_token_ms, 3)} ± {m.first_token_error:.0%}",
+        "speed-up over dense": speed_up(record, dense),
+        "over recompute": speed_up(record, recompute),
+        "bookkeeping": f"{m.bookkeeping_share:.0%}" if m.kv_bytes else "",
+        "× roofline": f"{m.over_roofline:.1f}",
+        "slots": f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",
+        kv_title(records): cache_bytes(m.kv_bytes),
+        "state": in_bytes(m.state_bytes),
+        "status": status(record),
+    }
 
 
 def _curve(records: Sequence[Record]) -> list[str]:
     """Return a table of milliseconds per token over the stream."""
     curves = [(r, m.curve) for r in records if (m := r.measured(LatencyMetrics))]
-    points = sorted({point.position for _, curve in curves for point in curve})
-    rows = []
-    for record, curve in curves:
-        steps = {point.position: point for point in curve}
-        cells = (f"{digits(steps[p].step_ms, 3)} ± {steps[p].error:.0%}" if p in steps else "" for p in points)
-        rows.append([label(record), count(record.cell.capacity), *cells])
-    head = ["policy", "capacity", *(f"after {p:,}" for p in points)]
-    return (
-        ["ms/token over the stream, while caches fill and afterwards:\n", *table(head, rows, "lr" + "r" * len(points))]
-        if rows
-        else []
-    )
+    rows = [(r, {p.position: f"{digits(p.step_ms, 3)} ± {p.error:.0%}" for p in curve}) for r, curve in curves]
+    about = "ms/token over the stream, while caches fill and afterwards:\n"
+    return [about, *policy_table(rows, records, "after {:,}".format)] if rows else []
 
 
 def _rates(records: Sequence[Record]) -> list[str]:

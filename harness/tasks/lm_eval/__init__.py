@@ -7,7 +7,7 @@ Differs: lm-eval's prompts and scores differ from those in the paper (docs/tasks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -23,8 +23,7 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
-from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.markdown import bracketed, by_row, cache_bytes, md, policy_table, short_titles, status
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.lm_eval.lm_eval_options import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
@@ -94,14 +93,7 @@ class LmEval(Task):
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Return a row per policy and a column per task: scores, then paired differences to dense."""
         names = sorted({_column(r) for r in records})
-        rows: dict[tuple[str, str], dict[str, Record]] = {}
-        for record in records:
-            rows.setdefault((row_label(record, records), count(record.cell.capacity)), {})[_column(record)] = record
-        head = ["policy", "capacity", *map(md, names), "over capacity", "K/V"]
-        lines = [
-            [*policy, *(_score(row.get(n)) for n in names), _over_capacity(row.values()), _bytes(row.values())]
-            for policy, row in rows.items()
-        ]
+        rows = by_row(records)
         options = records[0].cell.task_options(LmEvalOptions)
         about = _UNSEEN if options.question else _PROMPTS[options.prompt]
         about += _LENIENT if any((m := r.measured(LmEvalMetrics)) and m.contained is not None for r in records) else ""
@@ -110,14 +102,17 @@ class LmEval(Task):
             f"lm-eval's tasks. {about} Scores are percentages with their standard errors; for whole texts, perplexities. "
             "Over capacity: share of requests longer than the capacity; only these can differ from dense.\n"
         )
-        result: list[str | Chart] = [intro, *table(head, lines, "lr" + "r" * len(names) + "rr")]
-        dense = next((row for row in rows.values() if all(r.cell.is_dense for r in row.values())), None)
-        others = [(policy, row) for policy, row in rows.items() if row is not dense]
+        scores = [(row[0], {_column(r): _score(r) for r in row} | _costs(row)) for row in rows]
+        heads = {name: md(name) for name in names}
+        result = [intro, *policy_table(scores, records, heads | {"over capacity": "over capacity", "K/V": "K/V"})]
+        dense = next((row for row in rows if all(r.cell.is_dense for r in row)), None)
+        others = [row for row in rows if row is not dense]
         if dense is not None and others:
-            lines = [[*policy, *(_difference(dense.get(n), row.get(n)) for n in names)] for policy, row in others]
+            base = {_column(r): r for r in dense}
+            changes = [(row[0], {_column(r): _difference(base.get(_column(r)), r) for r in row}) for row in others]
             about = "Differences to dense, paired by question (percentage points or nats, with 95 % intervals):\n"
-            result += [about, *table(["policy", "capacity", *map(md, names)], lines, "lr" + "r" * len(names))]
-        return [*result, *_passes(rows), *_depths(records)]
+            result += [about, *policy_table(changes, records, heads)]
+        return [*result, *_passes(records), *_depths(records)]
 
 
 _PROMPTS = {
@@ -155,30 +150,23 @@ def _column(record: Record) -> str:
     return options.tasks + (f" ({', '.join(extra)})" if extra else "")
 
 
-def _score(record: Record | None) -> str:
-    if record is None:
-        return ""
+def _score(record: Record) -> str:
     metrics = record.measured(LmEvalMetrics)
     return status(record) if metrics is None else metrics.figure
 
 
-def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | Chart]:
+def _passes(records: Sequence[Record]) -> list[str]:
     """Return a table of pass@k for the records with several answers per question."""
-    passed = {
-        (*policy, column): metrics
-        for policy, row in rows.items()
-        for column, record in row.items()
+    rows = [
+        (record, {"task": md(_column(record))} | {f"pass@{k}": _pass_at(metrics, k) for k in metrics.pass_at})
+        for record in records
         if (metrics := record.measured(LmEvalMetrics)) is not None and metrics.pass_at
-    }
-    if not passed:
-        return []
-    sizes = sorted({int(k) for metrics in passed.values() for k in metrics.pass_at or ()})
-    lines = [[label, tokens, md(column), *(_pass_at(m, k) for k in sizes)] for (label, tokens, column), m in passed.items()]
+    ]
     about = (
         "Percent of questions of which at least one of k answers is right: the unbiased estimate of Chen et al. 2021, "
         "arXiv:2107.03374, with 95 % intervals over questions.\n"
     )
-    return [about, *table(["policy", "capacity", "task", *(f"pass@{k}" for k in sizes)], lines, "lrl" + "r" * len(sizes))]
+    return [about, *policy_table(rows, records)] if rows else []
 
 
 def _depths(records: Sequence[Record]) -> list[str | Chart]:
@@ -196,19 +184,19 @@ def _with_capacity(name: str, record: Record) -> str:
     return name if record.cell.capacity is None else f"{name}, {record.cell.capacity:,}"
 
 
-def _pass_at(metrics: LmEvalMetrics, k: int) -> str:
+def _pass_at(metrics: LmEvalMetrics, k: str) -> str:
     """Return the percentage with an interval over questions, because the answers to one question are correlated."""
-    if metrics.pass_at is None or metrics.samples is None or str(k) not in metrics.pass_at:
+    if metrics.pass_at is None or metrics.samples is None:
         return ""
     answers = np.full(metrics.questions, metrics.samples, np.float64)
-    ends = clustered_share(answers * metrics.solved(k), answers) if metrics.questions >= MIN_BLOCKS else None
-    return f"{100 * metrics.pass_at[str(k)]:.1f}{bracketed(ends, 1)}"
+    ends = clustered_share(answers * metrics.solved(int(k)), answers) if metrics.questions >= MIN_BLOCKS else None
+    return f"{100 * metrics.pass_at[k]:.1f}{bracketed(ends, 1)}"
 
 
-def _difference(base: Record | None, record: Record | None) -> str:
+def _difference(base: Record | None, record: Record) -> str:
     """Return the paired difference; empty if a record is missing or failed."""
-    metrics = None if record is None else record.measured(LmEvalMetrics)
-    if base is None or record is None or base.status != "ok" or metrics is None:
+    metrics = record.measured(LmEvalMetrics)
+    if base is None or base.status != "ok" or metrics is None:
         return ""
     difference = next((d for d in differences(base, record) if d.metric in ("accuracy", "score")), None)
     if difference is None or difference.change is None:
@@ -223,11 +211,9 @@ def _interval(difference: Difference, scale: float, digits: str) -> str:
     return f" [{format(scale * difference.low, digits)}, {format(scale * difference.high, digits)}]"
 
 
-def _over_capacity(records: Iterable[Record]) -> str:
+def _costs(records: Sequence[Record]) -> dict[str, str]:
+    """Return the share of a row's requests that are longer than the capacity, and the largest cache."""
     metrics = [m for r in records if (m := r.measured(LmEvalMetrics))]
     requests = sum(m.requests for m in metrics)
-    return f"{100 * sum(m.over_capacity for m in metrics) / requests:.0f} %" if requests else ""
-
-
-def _bytes(records: Iterable[Record]) -> str:
-    return cache_bytes(max((m.kv_bytes for r in records if (m := r.measured(LmEvalMetrics))), default=None))
+    share = f"{100 * sum(m.over_capacity for m in metrics) / requests:.0f} %" if requests else ""
+    return {"over capacity": share, "K/V": cache_bytes(max((m.kv_bytes for m in metrics), default=None))}

@@ -18,7 +18,7 @@ from kvbench.harness.records.figure_rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.metrics import Metrics, PeakMetrics
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
+from kvbench.harness.report.markdown import digits, in_bytes, md, policy_table, status, task_line
 from kvbench.harness.report.task_report import Measures, kv_title
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
@@ -108,26 +108,7 @@ class Memory(Task):
             "The peak is above the level with the model loaded, and includes the activations of a block. "
             f"Growth is the rise of the peak after the cache was full. Measured with {md(how)}.\n"
         )
-        rows = []
-        for record in records:
-            m = record.measured(MemoryMetrics)
-            sizes = (
-                []
-                if m is None
-                else [
-                    m.kv_bytes,
-                    m.state_bytes,
-                    m.allocated_bytes,
-                    m.peak_bytes,
-                    m.growth_bytes,
-                    m.weight_bytes,
-                ]
-            )
-            rows.append(
-                [label(record), count(record.cell.capacity), *(map(in_bytes, sizes) if sizes else [""] * 6), status(record)]
-            )
-        head = ["policy", "capacity", kv_title(records), "state", "allocated", "peak", "growth", "weights", "status"]
-        return [about, *table(head, rows, "lrrrrrrrl"), *_curve(measured)]
+        return [about, *policy_table([(r, _row(r, records)) for r in records], records), *_curve(measured)]
 
 
 _SHOWN_POINTS = 9
@@ -139,17 +120,17 @@ def _curve(measured: Sequence[tuple[Record, MemoryMetrics]]) -> list[str]:
         return []
     points = [point.position for point in measured[0][1].curve]
     shown = sorted({points[round(i * (len(points) - 1) / (_SHOWN_POINTS - 1))] for i in range(_SHOWN_POINTS)})
-    lines = []
-    for name in ("peak", "ms/token"):
-        rows = []
-        for record, metrics in measured:
-            curve = {point.position: point for point in metrics.curve}
-            cells = (_point(curve[p], name) if p in curve else "" for p in shown)
-            rows.append([label(record), count(record.cell.capacity), *cells])
-        head = ["policy", "capacity", *(f"{name} at {p:,}" for p in shown)]
-        lines += table(head, rows, "lr" + "r" * len(shown))
-    return ["Peak so far, and mean time per token since the previous point, over the stream:\n", *lines]
+    curves = [(record, [p for p in metrics.curve if p.position in shown]) for record, metrics in measured]
+    records = [record for record, _ in measured]
+    peaks = [(record, {f"peak at {p.position:,}": in_bytes(p.peak_bytes) for p in curve}) for record, curve in curves]
+    times = [(record, {f"ms/token at {p.position:,}": digits(p.token_ms, 3) for p in curve}) for record, curve in curves]
+    about = "Peak so far, and mean time per token since the previous point, over the stream:\n"
+    return [about, *policy_table(peaks, records), *policy_table(times, records)]
 
 
-def _point(point: MemoryPoint, name: str) -> str:
-    return in_bytes(point.peak_bytes) if name == "peak" else digits(point.token_ms, 3)
+def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
+    """Return the cells of a record's row, by heading. records: all records of the table."""
+    m = record.measured(MemoryMetrics)
+    sizes = {} if m is None else {kv_title(records): m.kv_bytes, "state": m.state_bytes, "allocated": m.allocated_bytes}
+    sizes |= {} if m is None else {"peak": m.peak_bytes, "growth": m.growth_bytes, "weights": m.weight_bytes}
+    return {name: in_bytes(size) for name, size in sizes.items()} | {"status": status(record)}

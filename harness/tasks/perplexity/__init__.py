@@ -20,9 +20,9 @@ from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
-from kvbench.harness.records.metrics import Bucket, Looks, Metrics, NllMetrics
+from kvbench.harness.records.metrics import Looks, Metrics, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, count, digits, label, md, status, table
+from kvbench.harness.report.markdown import cache_bytes, count, digits, md, policy_table, status
 from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
@@ -36,7 +36,6 @@ from kvbench.harness.report.pairing import (
     strided,
     strided_tokens,
 )
-from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.perplexity.perplexity_options import FactCost, PerplexityMetrics, PerplexityOptions, Precision
@@ -201,42 +200,27 @@ def _until(options: PerplexityOptions, records: Sequence[Record]) -> str:
 
 
 def _table(records: Sequence[Record], common: Common) -> list[str]:
+    """Return the table of perplexities and differences. Perplexity on all tokens has a column if `common` are fewer."""
     dense = next((r for r in records if r.cell.is_dense), None)
     recompute = {r.cell.capacity: r for r in records if r.cell.policy == "recompute_window"}
     on_all, may_stop = not common.are_all, any(r.metrics.tokens_read for r in records)
-    head = [
-        "policy",
-        "capacity",
-        *(["tokens read"] if may_stop else []),
-        "perplexity",
-        *(["on all tokens"] if on_all else []),
-        "bits/byte",
-        "Δ NLL to dense",
-        "Δ NLL to recompute",
-        kv_title(records),
-        "tokens/s",
-        "status",
-    ]
     rows = []
     for record in records:
         metrics = record.measured(NllMetrics)
         bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
-        rows.append(
-            [
-                row_label(record, records),
-                count(record.cell.capacity),
-                *([_read(record)] if may_stop else []),
-                _perplexity(on_common(record, common)) + strided(record),
-                *([_perplexity(record) if scores_all(record) else ""] if on_all else []),
-                "" if bits is None else f"{bits:.3f}",
-                _difference(record, dense),
-                _difference(record, recompute.get(record.cell.capacity)),
-                "" if metrics is None else cache_bytes(metrics.kv_bytes),
-                count(round(record.facts.tokens_per_second or 0)),
-                status(record),
-            ]
-        )
-    return table(head, rows, "lr" + "r" * (len(head) - 3) + "l")
+        cells = {
+            "tokens read": _read(record) if may_stop else "",
+            "perplexity": _perplexity(on_common(record, common)) + strided(record),
+            "on all tokens": _perplexity(record) if on_all and scores_all(record) else "",
+            "bits/byte": "" if bits is None else f"{bits:.3f}",
+            "Δ NLL to dense": _difference(record, dense),
+            "Δ NLL to recompute": _difference(record, recompute.get(record.cell.capacity)),
+            kv_title(records): "" if metrics is None else cache_bytes(metrics.kv_bytes),
+            "tokens/s": count(round(record.facts.tokens_per_second or 0)),
+            "status": status(record),
+        }
+        rows.append((record, cells))
+    return policy_table(rows, records)
 
 
 def _read(record: Record) -> str:
@@ -290,21 +274,11 @@ def _buckets(records: Sequence[Record], which_tokens: str = "") -> list[str]:
     measured = [(r, m.buckets) for r in records if (m := r.measured(NllMetrics)) and m.buckets]
     if not measured:
         return []
-    edges = sorted({_edges(b) for _, buckets in measured for b in buckets})
-    rows = []
-    for record, buckets in measured:
-        means = {_edges(b): math.exp(min(b.nll, 700)) for b in buckets}
-        rows.append([label(record), count(record.cell.capacity), *(digits(means[e]) if e in means else "" for e in edges)])
+    rows = [(r, {(b.from_, b.to): digits(math.exp(min(b.nll, 700))) for b in buckets}) for r, buckets in measured]
     length = measured[0][0].facts.training_length
-    about = (
-        f"Perplexity by position in the stream{which_tokens}" + (f" (training length {count(length)})" if length else "") + ":\n"
-    )
-    head = ["policy", "capacity", *(f"{count(low)} to {count(high)}" for low, high in edges)]
-    return [about, *table(head, rows, "lr" + "r" * len(edges))]
-
-
-def _edges(bucket: Bucket) -> tuple[int, int]:
-    return bucket.from_, bucket.to
+    trained = f" (training length {count(length)})" if length else ""
+    about = f"Perplexity by position in the stream{which_tokens}{trained}:\n"
+    return [about, *policy_table(rows, records, lambda ends: f"{ends[0]:,} to {ends[1]:,}")]
 
 
 def _common_buckets(records: Sequence[Record], common: Common) -> list[str]:
@@ -319,17 +293,12 @@ def _facts(records: Sequence[Record]) -> list[str]:
     measured = [(r, m.facts) for r in records if (m := r.measured(PerplexityMetrics)) and m.facts]
     if not measured:
         return []
-    spans = sorted({_span(f) for _, facts in measured for f in facts})
-    rows = []
-    for record, facts in measured:
-        costs = {_span(f): f.nats for f in facts}
-        rows.append([label(record), count(record.cell.capacity), *(f"{costs[s]:.2f}" if s in costs else "" for s in spans)])
-    heads = ["first mention" if high == 0 else f"{low:,} to {high:,}" for low, high in spans]
+    rows = [(r, {_span(f): f"{f.nats:.2f}" for f in facts}) for r, facts in measured]
     drawn = measured[0][1][0].drawn_nats
     return [
         f"NLL of a fact in nats, by words since its previous mention. A new fact is one of "
         f"{round(math.exp(drawn))}, so it costs {drawn:.2f} nats; a model that remembers it pays almost none:\n",
-        *table(["policy", "capacity", *heads], rows, "lr" + "r" * len(heads)),
+        *policy_table(rows, records, lambda words: f"{words[0]:,} to {words[1]:,}" if words[1] else "first mention"),
     ]
 
 

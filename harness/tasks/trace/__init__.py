@@ -7,9 +7,9 @@ answer with one wrong word is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
@@ -18,12 +18,21 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, percent, short_titles, status, table, task_line
-from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.markdown import (
+    bracketed,
+    cache_bytes,
+    count,
+    digits,
+    percent,
+    policy_table,
+    short_titles,
+    status,
+    task_line,
+)
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
-from kvbench.harness.tasks.trace.trace_options import Between, TraceFacts, TraceMetrics, TraceOptions
+from kvbench.harness.tasks.trace.trace_options import TraceFacts, TraceMetrics, TraceOptions
 
 if TYPE_CHECKING:
     from kvbench.harness.tasks.trace.programs import TraceData
@@ -85,14 +94,11 @@ class Trace(Task):
             f"{task_line(records[0])}Solved: percent of the answers that are right to the last word, with "
             f"{about_intervals(records)}. First wrong word: its number in half of the answers, or before it, and its step.\n"
         )
-        rows = [_row(record, records) for record in records]
-        heads = [head for head in rows[0] if any(row[head] for row in rows)]
-        lines = [[row[head] for head in heads] for row in rows]
         return [
             about,
-            *table(heads, lines, "lr" + "r" * (len(heads) - 3) + "l"),
-            *_by_distance(records, "Values said again that are right, by how many words back they were said last:", _reads),
-            *_by_distance(records, "Steps that obey `tell`, by how many words after the prompt they end:", _told),
+            *policy_table([(r, _row(r, records)) for r in records], records),
+            *_by_distance(records, "Values said again that are right, by how many words back they were said last:", "reads"),
+            *_by_distance(records, "Steps that obey `tell`, by how many words after the prompt they end:", "told"),
             *_still_right(records),
         ]
 
@@ -103,8 +109,6 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
     right = None if m is None else m.right
     endings, judgements = (m.endings or {}, m.told) if m else ({}, [])
     return {
-        "policy": row_label(record, records),
-        "capacity": count(record.cell.capacity),
         "solved": percent_or_status(record),
         **{f"pass@{k}": _pass_at(m, k) for k in sorted({p.k for r in records for p in _pass_ats(r)})},
         "words right": percent(m.word_accuracy) if m and m.word_accuracy is not None else "",
@@ -149,30 +153,14 @@ def _first_wrong(record: Record) -> str:
     return "–" if word is None else f"{word:,} (step {(word - 1) // step + 1:,})"
 
 
-def _reads(metrics: TraceMetrics) -> Sequence[Between]:
-    return metrics.reads
-
-
-def _told(metrics: TraceMetrics) -> Sequence[Between]:
-    return metrics.told
-
-
-def _by_distance(records: Sequence[Record], about: str, parts: Callable[[TraceMetrics], Sequence[Between]]) -> list[str]:
+def _by_distance(records: Sequence[Record], about: str, figure: Literal["reads", "told"]) -> list[str]:
     """Return a table of percent right by distance, with the number of judgements; empty without judgements."""
-    measured = [(r, {(p.from_, p.to): p for p in parts(m)}) for r in records if (m := r.measured(TraceMetrics))]
-    edges = sorted({edge for _, by_edge in measured for edge in by_edge})
-    if not edges:
-        return []
     rows = [
-        [
-            row_label(r, records),
-            count(r.cell.capacity),
-            *(f"{100 * p.right / p.count:.1f} of {p.count:,}" if (p := by_edge.get(edge)) else "" for edge in edges),
-        ]
-        for r, by_edge in measured
+        (r, {(p.from_, p.to): f"{100 * p.right / p.count:.1f} of {p.count:,}" for p in judged})
+        for r in records
+        if (m := r.measured(TraceMetrics)) and (judged := getattr(m, figure))
     ]
-    head = ["policy", "capacity", *(f"{start:,} to {stop - 1:,}" for start, stop in edges)]
-    return [f"{about}\n", *table(head, rows, "lr" + "r" * len(edges))]
+    return [f"{about}\n", *policy_table(rows, records, lambda words: f"{words[0]:,} to {words[1] - 1:,}")] if rows else []
 
 
 def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
