@@ -19,7 +19,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.records import read
 from kvbench.harness.report import keep_map as reading
-from kvbench.harness.report.keep_map import Map, evictions
+from kvbench.harness.report.keep_map import Map, evictions, keep_map, read_map
 from kvbench.harness.run.keep_map_writer import KeepMapWriter, RecordingDecoder, write_replay
 from kvbench.harness.run.options import KeepSteps
 from kvbench.policies import Policy
@@ -53,7 +53,7 @@ def replayed(path: Path, family: str, policy: Policy, tokens: torch.Tensor, seed
     shapes = [
         {"layers": 1, "heads": s.heads, "key_dim": 16, "value_dim": 16, "sliding_window": s.sliding_window} for s in model.layers
     ]
-    write_replay(record(capacity=CAPACITY, facts={"kv_shapes": shapes}), Map.read(path.with_suffix(".parquet")), path)
+    write_replay(record(capacity=CAPACITY, facts={"kv_shapes": shapes}), read_map(path.with_suffix(".parquet")), path)
     return str(path)
 
 
@@ -144,7 +144,7 @@ def test_a_run_writes_a_map_beside_the_record_and_measures_again_where_it_lacks_
     assert (made["cell_id"], made["key"]) == (plain["cell_id"], plain["key"])
     assert made["metrics"]["nll"] == pytest.approx(plain["metrics"]["nll"], abs=1e-4)
     fact = made["facts"]["keep_map"]
-    kept = Map.read(reading.map_file(read(tmp_path / path), (tmp_path / path).parent))
+    kept = read_map(reading.map_file(read(tmp_path / path), (tmp_path / path).parent))
     assert sorted(set(kept.step)) == [10, 90 + len(plain["data"]["prefix"]) - 2], "the last token is never read"
     assert [p.name for p in tmp_path.rglob("*.parquet")] == [fact["file"]], "of one cell: the others have no map"
     assert measured(tmp_path, "one.yaml", "--trace", "kept=10,end")[1] == made, "nothing is measured again"
@@ -158,7 +158,7 @@ def two_steps(**changes) -> Map:
     step, layer, head, position = np.array(entries).T
     columns = {"stream": 0 * step, "step": step, "layer": layer, "head": head, "position": position}
     part = changes.pop("where", lambda c: c["step"] >= 0)(columns)
-    return Map(*(columns[name][part] for name in columns))
+    return keep_map(*(columns[name][part] for name in columns))
 
 
 def test_maps_that_replay_could_not_keep_are_refused(tmp_path):
@@ -172,7 +172,9 @@ def test_maps_that_replay_could_not_keep_are_refused(tmp_path):
         with pytest.raises(UserError, match="keep different numbers of tokens"):
             write_replay(record(capacity=2), layer_budgets, tmp_path / "t.pt")
     with pytest.raises(UserError, match="only a map of one stream"):
-        write_replay(record(capacity=2), Map(*(x + 1 for x in vars(two_steps()).values())), tmp_path / "t.pt")
+        write_replay(
+            record(capacity=2), keep_map(*(two_steps()[name] + 1 for name in two_steps().dtype.names)), tmp_path / "t.pt"
+        )
     assert not (tmp_path / "t.pt").exists()
 
 

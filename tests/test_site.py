@@ -221,10 +221,10 @@ def test_a_row_opens_to_its_rivals_and_to_what_repeats_it(opened):
 @IN_BROWSER
 def test_what_a_row_keeps_and_attends_to_is_part_of_the_page(opened, tmp_path, monkeypatch):
     made = record("h2o", 8)
-    kept = keep_map.Map(*(np.array(x) for x in ([0] * 3, [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 1])))
+    kept = keep_map.keep_map(*(np.array(x) for x in ([0] * 3, [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 1])))
     edit(made, facts={"keep_map": {"file": "x.kept.parquet", "sha256": "0" * 64, "steps": ""}})
     monkeypatch.setattr(keep_map, "map_file", lambda record, folder: folder)
-    monkeypatch.setattr(keep_map.Map, "read", lambda path: kept)
+    monkeypatch.setattr(keep_map, "read_map", lambda path: kept)
     logits = np.where(np.tri(4, dtype=bool), np.arange(16.0).reshape(4, 4) - 8, -np.inf)
     np.savez(tmp_path / f"{made.stem}.attention.npz", logits=logits[None, None])
     files = {id(made): tmp_path / "h2o.json"}

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvbench.harness.audit.trace import Held
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.keep_map import Map, specification
+from kvbench.harness.report.keep_map import Map, keep_map, specification
 
 if TYPE_CHECKING:
     from kvbench.harness.audit.audit import Audit
@@ -35,7 +35,7 @@ def _kept_map(held: dict[int, Held]) -> Map | None:
     if not rows:
         return None
     steps, layers, heads, positions = np.array(rows).T
-    return Map(np.zeros_like(steps), steps, layers, heads, positions)
+    return keep_map(np.zeros_like(steps), steps, layers, heads, positions)
 
 
 def html(audit: Audit) -> str:

@@ -56,7 +56,7 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
     if as_json:
         click.echo(json.dumps(keep_map.rows(path)))
         return
-    whole = keep_map.Map.read(path)
+    whole = keep_map.read_map(path)
     if replay is not None:
         from kvbench.harness.run.keep_map_writer import write_replay
 
@@ -67,7 +67,7 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
     size = "" if cell.capacity is None else f" at capacity {cell.capacity:,}"
     target = folder / f"{given.stem}.kept.png" if out is None else Path(out)
     title = f"What {cell.policy}{size} keeps: {cell.model.id}, {cell.suite}"
-    chart.picture(keep_map.specification(whole.of_stream(stream), title), target)
+    chart.picture(keep_map.specification(keep_map.of_stream(whole, stream), title), target)
     click.echo(str(target))
 
 

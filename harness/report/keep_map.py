@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.beside import file_problem
 from kvbench.harness.report import chart
 
+Map = np.recarray[Any, Any]  # positions held after each step: an entry per position, with the fields `_COLUMNS`
+_COLUMNS = ["stream", "step", "layer", "head", "position"]  # number, last processed token, number, KV head, held position
 SUFFIX = ".kept.parquet"  # suffix of the file beside the record
 _MAX_COLUMNS, _MAX_BANDS = 64, 128  # largest size of a panel; longer streams are drawn with some steps and bands of positions
 _PANEL_PIXELS, _SPACING_PIXELS = 230, 36
@@ -27,66 +28,39 @@ _STEP_LABELS = {"labelOverlap": True, "labelAngle": 0, "labelExpr": "format(datu
 _SHADES = ["#e6eaee", "#9ecae1", "#0072b2", "#08306b"]  # from no KV head to all
 
 
-def arrow() -> tuple[Any, Any]:
-    """Return the modules pyarrow and pyarrow.parquet.
+def keep_map(*columns: NDArray[Any]) -> Map:
+    """Return the keep map with these columns: stream, step, layer, head, position. [n] integers each."""
+    return np.rec.fromarrays([x.astype(np.int64) for x in columns], names=_COLUMNS)
+
+
+def read_map(path: Path) -> Map:
+    """Read the file of a keep map.
 
     Raises:
-        UserError: pyarrow is not installed.
+        UserError: the file is not a keep map.
     """
+    from pyarrow import parquet
+
     try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError("keep maps are parquet files: install pyarrow, with 'pip install pyarrow'") from None
-    return pa, parquet
+        table = parquet.read_table(path).combine_chunks()
+        positions = table["positions"].combine_chunks()
+        counts = np.diff(positions.offsets.to_numpy())
+        columns = (np.repeat(table[name].to_numpy(), counts) for name in _COLUMNS[:-1])
+        return keep_map(*columns, positions.flatten().to_numpy())
+    except Exception as error:  # pyarrow does not document which errors a damaged file raises
+        raise UserError(f"{path}: not a keep map ({type(error).__name__})") from None
 
 
-@dataclass(frozen=True)
-class Map:
-    """A keep map: positions that were held after each step, one entry per position.
+def of_stream(kept: Map, stream: int) -> Map:
+    """Return the part of one stream.
 
-    Attributes:
-        stream: number of the stream. [n] integers.
-        step: index of the last processed token. [n] integers.
-        layer: number of the layer. [n] integers.
-        head: number of the KV head. [n] integers.
-        position: held position. [n] integers.
+    Raises:
+        UserError: the keep map lacks the stream.
     """
-
-    stream: NDArray[np.int64]
-    step: NDArray[np.int64]
-    layer: NDArray[np.int64]
-    head: NDArray[np.int64]
-    position: NDArray[np.int64]
-
-    @classmethod
-    def read(cls, path: Path) -> Map:
-        """Read the file.
-
-        Raises:
-            UserError: the file is not a keep map.
-        """
-        _, parquet = arrow()
-        try:
-            table = parquet.read_table(path).combine_chunks()
-            positions = table["positions"].combine_chunks()
-            counts = np.diff(positions.offsets.to_numpy())
-            columns = [np.repeat(table[name].to_numpy(), counts) for name in ("stream", "step", "layer", "head")]
-            arrays = [x.astype(np.int64) for x in (*columns, positions.flatten().to_numpy())]
-        except Exception as error:  # pyarrow does not document which errors a damaged file raises
-            raise UserError(f"{path}: not a keep map ({type(error).__name__})") from None
-        return cls(*arrays)
-
-    def of_stream(self, stream: int) -> Map:
-        """Return the part of one stream.
-
-        Raises:
-            UserError: the keep map lacks the stream.
-        """
-        part = self.stream == stream
-        if not part.any():
-            raise UserError(f"the keep map has no stream {stream}: its last one is {int(self.stream.max(initial=-1))}")
-        return Map(*(x[part] for x in (self.stream, self.step, self.layer, self.head, self.position)))
+    part: Map = kept[kept.stream == stream]
+    if not len(part):
+        raise UserError(f"the keep map has no stream {stream}: its last one is {int(kept.stream.max(initial=-1))}")
+    return part
 
 
 def map_file(record: Record, folder: Path) -> Path:
@@ -111,7 +85,8 @@ def map_file(record: Record, folder: Path) -> Path:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows {"stream", "step", "layer", "head", "positions"}, ordered by step, layer, stream and head."""
-    _, parquet = arrow()
+    from pyarrow import parquet
+
     table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     return table
 

@@ -22,7 +22,7 @@ from kvbench.harness.core.files import atomic_write, new_partial
 from kvbench.harness.engine.decoder import Decoder, read_blocks
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.report.keep_map import SUFFIX, Map, arrow, evictions, replayable_capacities
+from kvbench.harness.report.keep_map import SUFFIX, Map, evictions, replayable_capacities
 from kvbench.harness.run.ledger import KeepMapFile
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.prepare import Prepared
@@ -51,9 +51,8 @@ def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
     """Refuse `--trace kept` before anything is measured.
 
     Raises:
-        UserError: no cell can have a keep map, a chosen step lies beyond a stream, or pyarrow is missing.
+        UserError: no cell can have a keep map, or a chosen step lies beyond a stream.
     """
-    arrow()
     if all(mapped_steps(item, steps) is None for item in prepared):
         names = ", ".join(dict.fromkeys(item.cell.task.name for item in prepared))
         mapped = "only perplexity, and right traces (trace with teacher: true), under policies with a cache have keep maps"
@@ -65,7 +64,9 @@ class KeepMapWriter:
 
     def __init__(self, path: Path, keep: KeepSteps, steps: Sequence[int]) -> None:
         """Open the file. keep: option that chose the steps."""
-        pa, parquet = arrow()
+        import pyarrow as pa
+        from pyarrow import parquet
+
         self._path, self._keep = path, keep
         self._schema = pa.schema(
             [

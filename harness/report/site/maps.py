@@ -42,7 +42,7 @@ def _kept(record: Record, folder: Path) -> dict[str, Any] | None:
     if record.facts.keep_map is None:
         return None
     try:
-        shares, steps, _ = keep_map.shares(keep_map.Map.read(keep_map.map_file(record, folder)).of_stream(0))
+        shares, steps, _ = keep_map.shares(keep_map.of_stream(keep_map.read_map(keep_map.map_file(record, folder)), 0))
     except UserError:  # the file is missing or damaged: the row is shown without it
         return None
     layers = _spread(len(shares))
