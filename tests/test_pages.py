@@ -19,7 +19,8 @@ from kvbench.harness.records import RecordStore, publish
 from kvbench.harness.report import site, verify
 from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.feed import row
-from kvbench.harness.report.markdown import short_titles, title
+from kvbench.harness.report.markdown import title
+from kvbench.harness.report.rows import short_titles
 
 ROOT = Path(__file__).parents[1]
 

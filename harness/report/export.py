@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Problem, Record, RecordStore, newest
 from kvbench.harness.report.pairing import common_tokens, on_common, question
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.sections import headline
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     Models, tasks, options and parameters are shown where records differ in them.
     """
     models, by_question = {r.cell.model.id for r in records}, grouped(records, question)
-    tasks = _distinct_names(records, "task", lambda r: r.cell.task.name)
-    policies = _distinct_names(records, "parameters", lambda r: r.cell.policy)
+    tasks = _task_names(records)
     return [
         {
             **({"model": r.cell.model.id} if len(models) > 1 else {}),
@@ -82,21 +82,19 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "status": f"{r.status}: {r.error.kind}" if r.error else "flagged" if r.metrics.flags else r.status,
             "cell": r.cell_id[:8],
         }
-        for r, task, policy in zip(records, tasks, policies, strict=True)
+        for r, task, policy in zip(records, tasks, short_titles(records), strict=True)
     ]
 
 
-def _distinct_names(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:
-    """Return names of tasks or policies, with the options in which records of one name and capacity differ."""
-    texts = []
+def _task_names(records: Sequence[Record]) -> list[str]:
+    """Return names of tasks, with the options in which records of one task differ."""
+    names = []
     for record in records:
-        rivals = [r for r in records if name(r) == name(record)]
-        if part == "parameters":
-            rivals = [r for r in rivals if r.cell.capacity == record.cell.capacity]
-        given = record.cell.as_json()[part]
-        varying = [k for k in given if k != "name" and len({repr(r.cell.as_json()[part].get(k)) for r in rivals}) > 1]
-        texts.append(" ".join([name(record), *(f"{k} {given[k]}" for k in varying)]))
-    return texts
+        name, options = record.cell.task.name, record.cell.as_json()["task"]
+        rivals = [r.cell.as_json()["task"] for r in records if r.cell.task.name == name]
+        varying = [k for k in options if k != "name" and len({repr(rival.get(k)) for rival in rivals}) > 1]
+        names.append(" ".join([name, *(f"{k} {options[k]}" for k in varying)]))
+    return names
 
 
 FORMATS = (".parquet", ".csv")

@@ -37,19 +37,6 @@ def title(record: Record) -> str:
     return named(cell.policy, extra)
 
 
-def short_titles(records: Sequence[Record]) -> list[str]:
-    """Return titles with only the settings in which records of one policy and capacity differ."""
-    titles = []
-    for record in records:
-        cell = record.cell
-        rivals = [r.cell for r in records if (r.cell.policy, r.cell.capacity) == (cell.policy, cell.capacity)]
-        extra = [f"{k} {v}" for k, v in cell.settings.items() if len({repr(c.settings.get(k)) for c in rivals}) > 1]
-        differing = [k for k in _DEFAULT_AXES if len({repr(axes(c)[k]) for c in rivals}) > 1]
-        extra += [f"{k} {v}" for k, v in axes(cell).items() if k in differing and v not in (None, "")]
-        titles.append(named(cell.policy, extra))
-    return titles
-
-
 def axes(cell: CellSpec) -> dict[str, object]:
     """Return the settings, except parameters, in which cells of one policy and capacity can differ, by their names in a suite."""
     return {"evict": cell.evicts, "kv": cell.stored, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}

@@ -38,6 +38,11 @@ def short_names(policies: Sequence[Row]) -> list[str]:
     return names
 
 
+def short_titles(records: Sequence[Record]) -> list[str]:
+    """Name each record as `short_names` names a row."""
+    return short_names([Row([record]) for record in records])
+
+
 def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
     """Whether a setting varies with the capacity, such as half the capacity, while its rivals share a constant such as 0."""
     values: dict[int | None, set[str]] = {}

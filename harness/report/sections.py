@@ -13,8 +13,9 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record, newest
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, StepMetrics
 from kvbench.harness.report.chart import Chart, Page, channel, file_name, make_visible, page
-from kvbench.harness.report.markdown import md, model_name, number, short_titles, table
+from kvbench.harness.report.markdown import md, model_name, number, table
 from kvbench.harness.report.pairing import question, strided, task_version
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_report import plain, task_of, titles_of
 
 KEPT = re.compile(r"(.+)-step-(\d+)")  # name of an intermediate model that `bench pretrain` keeps

@@ -11,8 +11,8 @@ import numpy as np
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerCounts, NllMetrics, StepMetrics
 from kvbench.harness.report import chart
-from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.report.pairing import question, scores_all
+from kvbench.harness.report.rows import short_titles
 
 _FIRST_POINT_TOKENS = 64
 _POINTS_PER_DOUBLING = 2

@@ -19,7 +19,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import by_row, cache_bytes, on_device, policy_table, short_titles, task_line
+from kvbench.harness.report.markdown import by_row, cache_bytes, on_device, policy_table, task_line
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status

@@ -26,16 +26,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import (
-    bracketed,
-    cache_bytes,
-    on_device,
-    policy_table,
-    row_label,
-    short_titles,
-    status,
-    task_line,
-)
+from kvbench.harness.report.markdown import bracketed, cache_bytes, on_device, policy_table, row_label, status, task_line
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.report.task_charts import panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals

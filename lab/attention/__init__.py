@@ -17,7 +17,8 @@ import numpy as np
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import digits, md, number, percent, short_titles, table
+from kvbench.harness.report.markdown import digits, md, number, percent, table
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.tasks import attention
 from kvbench.harness.tasks.attention import LINE, X_LAYER, Panel, layers_chart, policy_colour
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload

@@ -16,8 +16,9 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import logit_maps
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import number, percent, policy_table, short_titles, status, task_line
+from kvbench.harness.report.markdown import number, percent, policy_table, status, task_line
 from kvbench.harness.report.pairing import question
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.attention.figures import figures

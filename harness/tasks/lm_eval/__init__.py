@@ -23,7 +23,8 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference
-from kvbench.harness.report.markdown import bracketed, by_row, cache_bytes, md, policy_table, short_titles, status
+from kvbench.harness.report.markdown import bracketed, by_row, cache_bytes, md, policy_table, status
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.lm_eval.lm_eval_options import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload

@@ -18,17 +18,8 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.markdown import (
-    bracketed,
-    cache_bytes,
-    count,
-    digits,
-    percent,
-    policy_table,
-    short_titles,
-    status,
-    task_line,
-)
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, percent, policy_table, status, task_line
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
