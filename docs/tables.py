@@ -13,8 +13,8 @@ from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.markdown import table
-from kvbench.harness.report.pairing import mean_of, paired
-from kvbench.harness.report.ranks import holm
+from kvbench.harness.report.pairing import paired
+from kvbench.lab.studies.controls import holm, mean_of
 
 sys.path.insert(0, str(Path(__file__).parent / "images"))
 

@@ -10,7 +10,7 @@ from factories import cell_record, record
 
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.ranks import Comparison, answer_comparison, corrected, holm, outcome_comparison, ranks, sign_test
+from kvbench.harness.report.ranks import Comparison, answer_comparison, corrected, outcome_comparison, ranks, sign_test
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers, paired_shares
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
@@ -64,12 +64,6 @@ def test_what_differs_is_told_apart():
     means = [0.0, 1.0, 2.0, 2.01, 5.0]
     pairs = {(i, j): (means[i] - means[j], p_value((means[i] - means[j]) / 0.1)) for i in range(5) for j in range(i + 1, 5)}
     assert separated(5, pairs) == [(1, 1), (2, 2), (3, 4), (3, 4), (5, 5)]
-
-
-def test_holm_corrects_step_by_step():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-    assert holm([]) == []
 
 
 def test_a_rank_widens_by_what_is_not_known():

@@ -14,8 +14,8 @@ import recall
 
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.chart import Chart, draw, write
-from kvbench.harness.report.pairing import mean_of, paired, question
-from kvbench.harness.report.ranks import holm
+from kvbench.harness.report.pairing import paired, question
+from kvbench.lab.studies.controls import holm, mean_of
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "records"

@@ -84,29 +84,6 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
     return mean_difference(ours, theirs, capacity, len(record.data.prefix), looks)
 
 
-def mean_of(records: Sequence[Record]) -> Record:
-    """Return the first of several records of a control with sums of NLL averaged over the seeds, run by run.
-
-    The records must have the same text.
-    """
-    parts = [m for r in records if (m := r.measured(NllMetrics))]
-    assert len(parts) == len(records)
-    assert len({question(r) for r in records}) == 1
-
-    def mean(sums: Sequence[Sums]) -> list[float]:
-        values: list[float] = np.mean([x.nll_sum for x in sums], 0).tolist()
-        return values
-
-    first = parts[0]
-    changed = {
-        "blocks": first.blocks.model_dump() | {"nll_sum": mean([m.blocks for m in parts])},
-        "texts": first.texts.model_dump() | {"nll_sum": mean([m.texts for m in parts])},
-        "on_stride": None,
-        "nll": float(np.mean([m.nll for m in parts])),
-    }
-    return replace(records[0], metrics=type(first).model_validate(first.as_json() | changed))
-
-
 def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix: int, looks: int = 1) -> Interval | None:
     """Return the mean NLL of one reading of a text minus that of another reading.
 

@@ -149,18 +149,6 @@ def _with_zero(change: Change) -> Change:
     return Change(change.value, min(change.low, 0.0), max(change.high, 0.0))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return adjusted p-values, to be compared with the family-wise error rate; valid under any dependence.
-
-    Source: Holm 1979, Scandinavian Journal of Statistics 6(2), 65-70.
-    """
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
-
-
 @lru_cache(maxsize=4096)
 def sign_test(above: int, below: int) -> float:
     """Return the two-sided p-value of the hypothesis that differences are as often above 0 as below."""

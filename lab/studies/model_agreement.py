@@ -13,8 +13,8 @@ import numpy as np
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.markdown import table
-from kvbench.harness.report.ranks import holm
 from kvbench.lab.studies import RESULTS
+from kvbench.lab.studies.controls import holm
 from kvbench.lab.studies.rank_agreement import permutation_test
 from kvbench.lab.studies.validity import FEWEST, Ours, tasks_of
 

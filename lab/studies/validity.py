@@ -19,8 +19,8 @@ from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report.markdown import table
-from kvbench.harness.report.ranks import holm
 from kvbench.lab.studies import DOCS, RESULTS, model_sizes
+from kvbench.lab.studies.controls import holm
 from kvbench.lab.studies.rank_agreement import LEVEL, Agreement, Scores, Table, Values, agreement, chance, drawn
 
 SUITES = ("zoo", "recall")
