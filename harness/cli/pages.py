@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record
 
 Result = TypeVar("Result")
-STDOUT = "-"
+STDOUT = Path("-")
 _DATA_MARK = 'kvbench("'
 _PAGE_MARKS = (  # a page of ours begins with one of these; older pages have only the title
     "\nWritten by `bench leaderboard` from ",
@@ -34,18 +34,16 @@ _BEGINNING_CHARACTERS = 1000  # characters of a page that are searched for a mar
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages and drawings, ready to be written.
+    """Pages and the files that they load, ready to be written.
 
     Attributes:
         pages: text by path, or `STDOUT`.
-        data: text by path, of the scripts that the page loads.
-        drawings: SVG by file name, by the folder of the page.
+        loaded: text by path, of scripts with data and of drawings.
         feed: data that all pages show.
     """
 
-    pages: dict[str, str]
-    data: dict[Path, str]
-    drawings: dict[Path, dict[str, str]]
+    pages: dict[Path, str]
+    loaded: dict[Path, str]
     feed: dict[str, Any]
 
 
@@ -75,16 +73,15 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
     bench leaderboard --out - --paper -
     bench leaderboard --figures figures --format svg
     """
-    from kvbench.harness.report import chart, losses
-    from kvbench.harness.report import site as site_page
+    from kvbench.harness.report import losses
 
     if form and not figures:
         raise UserError("--format: give --figures, too")
     if out is None and Path(results).is_file() and Path(results).suffix == ".jsonl":
         raise UserError(f"{results}: the records of one suite: say with --out where the pages go")
-    targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
-    for option, path in targets.values():
-        _refuse_foreign_files(path, option)
+    targets = _targets(Path(results) / "README.md" if out is None else Path(out), None if paper is None else Path(paper))
+    for name, path in targets.items():
+        _refuse_foreign_file(path, "--paper" if name == "paper" else "--out")
     records, paths, forged = _read(results)
     output, broken = make_without_broken(records, lambda part: _rendered(part, paths, targets, site))
     for record, error in broken:
@@ -93,17 +90,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
         )
     if len(broken) == len(records):
         raise UserError(f"{results}: no page written, because rendering failed for every record there")
-    _write_data(output.data, Path(targets["site"][1]).with_name(site_page.FOLDER) if "site" in targets else None)
-    shown = {folder: _drawings_shown(output.pages, folder) for folder in output.drawings}  # in the pages that are replaced
-    for folder, drawings in output.drawings.items():
-        writable(folder)
-        chart.write(drawings, folder / chart.FOLDER)
-    for page, text in output.pages.items():
-        _write(text, page, len(records) - len(broken))
-    for folder, drawings in output.drawings.items():
-        for file in shown[folder] - _drawings_shown(output.pages, folder):
-            (folder / chart.FOLDER / file).unlink(missing_ok=True)
-        _report_pictures(len(drawings) // 2, folder / chart.FOLDER)
+    _write_all(output, len(records) - len(broken))
     if figures:
         files = losses.write(losses.charts(output.feed), writable(Path(figures)), form or "pdf")
         _report_pictures(len(files), Path(figures))
@@ -112,44 +99,41 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
         sys.exit(Exit.NO)
 
 
-def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
-    """Return (option that decides the file, file) for each page to write: leaderboard, paper, site, feed.
+def _targets(out: Path, paper: Path | None) -> dict[str, Path]:
+    """Return the file of each page to write: leaderboard, paper, site, feed. Only the first two can go to stdout.
 
     Raises:
-        UserError: two pages have the same file, or --out names no file.
+        UserError: two pages have the same file, or `out` names no file.
     """
-    if not Path(out).name:
+    if not out.name:
         raise UserError(f"--out '{out}' is not the name of a file")
-    side_files = (
-        {name: str(Path(out).with_name(name)) for name in ("paper.md", "index.html", "feed.json")} if out != STDOUT else {}
-    )
-    targets = {} if paper == STDOUT else {"leaderboard": ("--out", out)}
-    if paper is not None or side_files:
-        targets["paper"] = ("--paper", paper or side_files["paper.md"])
-    if side_files and "leaderboard" in targets:
-        targets |= {"site": ("--out", side_files["index.html"]), "feed": ("--out", side_files["feed.json"])}
-    paths = [Path(path).absolute() for _, path in targets.values() if path != STDOUT]
-    if len(set(paths)) < len(paths):
+    if paper == STDOUT:
+        return {"paper": STDOUT}
+    targets = {"leaderboard": out} | ({} if paper is None else {"paper": paper})
+    if out != STDOUT:
+        names = {"leaderboard": out.name, "paper": "paper.md", "site": "index.html", "feed": "feed.json"}
+        targets = {page: out.with_name(name) for page, name in names.items()} | targets
+    files = [path.absolute() for path in targets.values() if path != STDOUT]
+    if len(set(files)) < len(files):
         raise UserError(f"{out}: two pages would be written to one file: give another --out or --paper")
     return targets
 
 
-def _refuse_foreign_files(path: str, option: str) -> None:
+def _refuse_foreign_file(page: Path, option: str) -> None:
     """Refuse to overwrite a file that is not a page of ours, or that has the name of the charts' folder."""
     from kvbench.harness.report import chart
 
-    page = Path(path)
     charts = page.with_name(chart.FOLDER)
-    if path == STDOUT:
+    if page == STDOUT:
         return
     if (charts.exists() or charts.is_symlink()) and not charts.is_dir():
         raise UserError(f"{charts}: not a folder, and the page's charts go there: move it, or give another {option}")
     if not (page.exists() or page.is_symlink()):
         return
     if not page.is_file():
-        raise UserError(f"{path}: not a file: give another {option}, or {option} - for stdout")
+        raise UserError(f"{page}: not a file: give another {option}, or {option} - for stdout")
     if page.stat().st_size and not any(mark in _beginning(page) for mark in _PAGE_MARKS):
-        raise UserError(f"{path}: exists and was not written by bench leaderboard: give another {option}")
+        raise UserError(f"{page}: exists and was not written by bench leaderboard: give another {option}")
 
 
 def _beginning(path: Path) -> str:
@@ -196,76 +180,75 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
     return records, paths, forged
 
 
-def _rendered(
-    records: Sequence[Record], paths: Mapping[int, Path], targets: Mapping[str, tuple[str, str]], address: str
-) -> _Pages:
+def _rendered(records: Sequence[Record], paths: Mapping[int, Path], targets: Mapping[str, Path], address: str) -> _Pages:
     """Render all pages and their drawings.
 
     Args:
         paths: paths of the records' files, by `id`.
+        targets: file of each page to render.
         address: address of the site, for links.
     """
     from kvbench.harness.report import chart, feed, paper, sections, site
     from kvbench.harness.report import leaderboard as board
     from kvbench.harness.report.site.maps import maps
 
-    data_feed = feed.feed(records)
-    unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in data_feed["questions"]})
-    render = {"leaderboard": lambda: board.render(data_feed, unasked, address), "paper": lambda: paper.render(records)}
-    rendered = {name: render[name]() for name in render if name in targets}
-    pages = {targets[name][1]: page.text for name, page in rendered.items()}
-    data: dict[Path, str] = {}
+    data = feed.feed(records)
+    unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in data["questions"]})
+    render = {"leaderboard": lambda: board.render(data, unasked, address), "paper": lambda: paper.render(records)}
+    pages, loaded = dict[Path, str](), dict[Path, str]()
+    for name, file in ((name, targets[name]) for name in render if name in targets):
+        page = render[name]()
+        pages[file] = page.text
+        drawings = {} if file == STDOUT else chart.draw(page.charts)
+        loaded |= {file.with_name(chart.FOLDER) / drawing: svg for drawing, svg in drawings.items()}
     if "site" in targets:
-        html, scripts = site.render(data_feed, maps(records, paths))
-        pages |= {targets["site"][1]: html, targets["feed"][1]: feed.text(data_feed)}
-        data = {Path(targets["site"][1]).with_name(site.FOLDER) / name: text for name, text in scripts.items()}
-    drawings: dict[Path, dict[str, str]] = {}
-    for name, page in rendered.items():
-        if targets[name][1] != STDOUT:
-            drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.draw(page.charts))
-    return _Pages(pages, data, drawings, data_feed)
+        html, scripts = site.render(data, maps(records, paths))
+        pages |= {targets["site"]: html, targets["feed"]: feed.text(data)}
+        loaded |= {targets["site"].with_name(site.FOLDER) / name: text for name, text in scripts.items()}
+    return _Pages(pages, loaded, data)
 
 
-def _write_data(data: Mapping[Path, str], folder: Path | None) -> None:
-    """Write the scripts of a page to its folder, and delete our scripts that the page no longer loads."""
-    for path in data:
-        _refuse_foreign_files(str(path), "--out")
-    for path, text in data.items():
-        writable(path.parent)
-        with atomic_write(path) as file:
-            file.write(text)
-    for path in folder.glob("*.js") if folder else ():
-        if path not in data and _beginning(path).startswith(_DATA_MARK):
-            path.unlink()
+def _write_all(output: _Pages, records: int) -> None:
+    """Write pages and the files that they load, and delete those that only the replaced pages loaded. records: their number."""
+    for path in output.loaded:
+        if path.suffix == ".js":
+            _refuse_foreign_file(path, "--out")
+    files = [page for page in output.pages if page != STDOUT]
+    outdated = _loaded_by(files) - output.loaded.keys()
+    for path, text in [*output.loaded.items(), *((file, output.pages[file]) for file in files)]:
+        with atomic_write(writable(path.parent) / path.name) as written:
+            written.write(text)
+    for path in outdated:
+        path.unlink(missing_ok=True)
+    click.echo(output.pages.get(STDOUT, ""), nl=False)
+    for file in files:
+        click.echo(f"{records} record{'' if records == 1 else 's'} -> {file}")
+    drawings = [path.parent for path in output.loaded if path.suffix == ".svg"]
+    for folder in dict.fromkeys(drawings):
+        _report_pictures(drawings.count(folder) // 2, folder)
 
 
-def _drawings_shown(pages: Mapping[str, str], folder: Path) -> set[str]:
-    """Return the file names of the drawings that the existing pages in a folder show."""
-    from kvbench.harness.report import chart
+def _loaded_by(pages: Iterable[Path]) -> set[Path]:
+    """Return the drawings that existing pages show, and the scripts of ours beside them."""
+    from kvbench.harness.report import chart, site
 
-    existing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
-    return {file for path in existing for file in chart.drawing_files(path.read_text(encoding="utf-8", errors="replace"))}
+    loaded: set[Path] = set()
+    for page in (page for page in pages if page.is_file()):
+        shown = chart.drawing_files(page.read_text(encoding="utf-8", errors="replace"))
+        loaded |= {page.with_name(chart.FOLDER) / file for file in shown}
+        scripts = page.with_name(site.FOLDER).glob("*.js")
+        loaded |= {script for script in scripts if _beginning(script).startswith(_DATA_MARK)}
+    return loaded
 
 
 def _report_pictures(count: int, folder: Path) -> None:
     click.echo(f"{count} picture{'' if count == 1 else 's'} -> {folder}")
 
 
-def _write(text: str, page: str, records: int) -> None:
-    """Write a page to its file or to stdout."""
-    if page == STDOUT:
-        click.echo(text, nl=False)
-        return
-    writable(Path(page).parent)
-    with atomic_write(Path(page)) as file:
-        file.write(text)
-    click.echo(f"{records} record{'' if records == 1 else 's'} -> {page}")
-
-
 def make_without_broken(
     records: Sequence[Record], make: Callable[[list[Record]], Result]
 ) -> tuple[Result, list[tuple[Record, Exception]]]:
-    """Call `make` with as many records as it accepts.
+    """Call `make` with the records that it accepts together with the records before them.
 
     Returns:
         The result, and the records left out, each with its exception.
@@ -273,42 +256,24 @@ def make_without_broken(
     Raises:
         Exception: `make` fails even without records.
     """
+    kept: list[Record] = []
+    broken: list[tuple[Record, Exception]] = []
 
-    def error(part: list[Record]) -> Exception | None:
+    def add(part: Sequence[Record]) -> None:
+        """Keep as many records of a part as possible. Halving finds a broken record in few trials."""
         try:
-            make(part)
-        except Exception as raised:  # after any error, the remaining records still get their page
-            return raised
-        return None
+            make([*kept, *part])
+            kept.extend(part)
+        except Exception as error:  # after any error, the remaining records still get their page
+            if len(part) == 1:
+                broken.append((part[0], error))
+            else:
+                add(part[: len(part) // 2])
+                add(part[len(part) // 2 :])
 
     try:
-        return make(list(records)), []
+        return make([*records]), []
     except Exception:
         make([])
-
-    def works(part: list[Record]) -> bool:
-        return error(part) is None
-
-    first = _extended([], list(records), works)
-    others = _extended([], _without(records, first), works)
-    kept = max(first, others, key=len)  # a record that fails with every other record does not exclude good records
-    kept = _extended(kept, _without(records, kept), works)  # some records failed only in combination with a record now left out
-    broken = _without(records, kept)
-    sound = _without(records, broken)
-    return make(sound), [(r, reason) for r in broken if (reason := error([*sound, r])) is not None]
-
-
-def _extended(kept: list[Record], part: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
-    """Add as many records of a part as can be rendered with the kept records. Halving finds a bad record in few trials."""
-    if works([*kept, *part]):
-        return [*kept, *part]
-    if len(part) < 2:
-        return kept
-    middle = len(part) // 2
-    return _extended(_extended(kept, part[:middle], works), part[middle:], works)
-
-
-def _without(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
-    """Return the records that are not among `others`."""
-    known = {id(r) for r in others}
-    return [r for r in records if id(r) not in known]
+    add(records)
+    return make(kept), broken

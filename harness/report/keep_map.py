@@ -19,7 +19,7 @@ from kvbench.harness.records.beside import file_problem
 from kvbench.harness.report import chart
 
 Map = np.recarray[Any, Any]  # positions held after each step: an entry per position, with the fields `_COLUMNS`
-_COLUMNS = ["stream", "step", "layer", "head", "position"]  # number, last processed token, number, KV head, held position
+_COLUMNS = ("stream", "step", "layer", "head", "position")  # number, last processed token, number, KV head, held position
 SUFFIX = ".kept.parquet"  # suffix of the file beside the record
 _MAX_COLUMNS, _MAX_BANDS = 64, 128  # largest size of a panel; longer streams are drawn with some steps and bands of positions
 _PANEL_PIXELS, _SPACING_PIXELS = 230, 36
@@ -30,7 +30,7 @@ _SHADES = ["#e6eaee", "#9ecae1", "#0072b2", "#08306b"]  # from no KV head to all
 
 def keep_map(*columns: NDArray[Any]) -> Map:
     """Return the keep map with these columns: stream, step, layer, head, position. [n] integers each."""
-    return np.rec.fromarrays([x.astype(np.int64) for x in columns], names=_COLUMNS)
+    return np.rec.fromarrays(columns, dtype=[(name, np.int64) for name in _COLUMNS])
 
 
 def read_map(path: Path) -> Map:
