@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from factories import cell_record, record
 
-from kvbench.harness.core.intervals import wilson
+from kvbench.harness.core.intervals import Interval, wilson
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.ranks import Comparison, answer_comparison, corrected, outcome_comparison, ranks, sign_test
+from kvbench.harness.report.ranks import answer_comparison, corrected, outcome_comparison, pair_changes, ranks, sign_test
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers, paired_shares
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
@@ -43,10 +44,17 @@ def separated(count, pairs):
     """Ranks, where the interval of a pair is normal and its test is that of its p-value."""
 
     def comparison(change, p):
-        return Comparison(-change, p, lambda k: (-1.0, 1.0) if p * k > 0.05 else (0.5, 1.0) if change < 0 else (-1.0, -0.5))
+        return compared(p, lambda k: (-1.0, 1.0) if p * k > 0.05 else (0.5, 1.0) if change < 0 else (-1.0, -0.5))
 
-    found = ranks(range(count), corrected({pair: comparison(*known) for pair, known in pairs.items()}))
-    return [found[i] for i in range(count)]
+    rows = [SimpleNamespace(id=str(i)) for i in range(count)]
+    known = {(rows[i].id, rows[j].id): comparison(*pair) for (i, j), pair in pairs.items()}
+    changes = pair_changes(rows, lambda a, b: known.get((a.id, b.id)))
+    return [*ranks([row.id for row in rows], changes).values()]
+
+
+def compared(p, ends):
+    """An interval that has these ends as one of a number of intervals."""
+    return Interval(0.0, *(ends(1) or (None, None)), 1, 20, p, lambda k: Interval(0.0, *ends(k), 1, 20))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "sharing tokens"])
@@ -77,7 +85,7 @@ def test_an_interval_is_that_of_its_step_of_holms_procedure():
     asked = {}
 
     def comparison(name, p):
-        return Comparison(1.0, p, lambda k: (asked.setdefault(name, k) and 0.1, 2.0))
+        return Interval(1.0, 0.1, 2.0, 1, 20, p, lambda k: Interval(1.0, asked.setdefault(name, k) and 0.1, 2.0, 1, 20))
 
     pairs = {(0, i): comparison(i, p) for i, p in enumerate((0.001, 0.02, 0.03, 0.01), start=1)}
     changes = corrected(pairs)
@@ -90,7 +98,7 @@ def test_an_interval_is_that_of_its_step_of_holms_procedure():
 
 
 def test_without_an_interval_nothing_is_told():
-    changes = corrected({(0, 1): Comparison(1.0, None, lambda _: None), (0, 2): Comparison(1.0, 1e-9, lambda _: (0.5, 2.0))})
+    changes = corrected({(0, 1): compared(None, lambda _: None), (0, 2): compared(1e-9, lambda _: (0.5, 2.0))})
     assert (changes[0, 1].low, changes[0, 1].sign, changes[0, 2].sign) == (None, 0, 1)
 
 
@@ -126,7 +134,7 @@ def test_streams_that_are_right_or_wrong_as_a_whole_count_as_one_question_each()
 
 def test_differences_are_over_streams_too():
     a, b = "1000" * 100, "1110" * 100
-    assert outcome_comparison(a, b, None).ends(1) == paired_shares(a, b)
+    assert outcome_comparison(a, b, None).ends == paired_shares(a, b)
     (found,) = [d for d in differences(quiz(a, 4), quiz(b, 4, policy="window")) if d.metric == "accuracy"]
     assert (found.low, found.verdict, found.why) == (None, "can't tell", "too few streams for an interval: 4 of 20")
     half = "1000" * 50 + "1110" * 50  # half of the streams gain all
@@ -140,7 +148,7 @@ def test_differences_are_over_streams_too():
 def test_only_streams_tell_policies_apart():
     def lost(a, b, streams):
         found = answer_comparison(Row([quiz(b, streams)]), Row([quiz(a, streams)]))
-        return found.value, found.p
+        return found.mean, found.p
 
     a, b = "1000" * 100, "1110" * 100
     assert lost(a, b, 4) == (0.5, None)

@@ -210,7 +210,7 @@ def test_a_row_opens_to_its_rivals_and_to_what_repeats_it(opened):
     shown = {name: rest for name, *rest in lines}
     for rival in ("window", "random"):
         lost = question.change(rows["h2o"], rows[rival])
-        value, low, high = (signed(percent(part)) for part in (lost.value, lost.low, lost.high))
+        value, low, high = (signed(percent(part)) for part in (lost.mean, lost.low, lost.high))
         verdict = {1: "worse", -1: "better", 0: "can't tell"}[lost.sign]
         assert shown[rival] == [value, f"[{low.lstrip('+')}, {high.lstrip('+')}]", verdict]
     assert re.search(r"bench run [0-9a-f]{8} --fresh", page.inner_text(".opened"))

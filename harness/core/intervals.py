@@ -20,8 +20,8 @@ Differs: the number of blocks is fixed, not chosen by a test; the correlation is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Interval:
             texts of equal length that would be as informative.
         p: two-sided p-value of the hypothesis that the mean is 0, corrected for looks like the interval. It is below
             1 - `LEVEL` exactly if the interval excludes 0. None without an interval.
-        spread: distribution from which the ends are computed; None without an interval, or where all blocks are equal.
+        corrected: returns the interval as one of a number of intervals; None without an interval, or where all blocks are equal.
     """
 
     mean: float
@@ -79,13 +79,21 @@ class Interval:
     block: int
     blocks: float
     p: float | None = None
-    spread: Spread | None = field(default=None, repr=False, compare=False)
+    corrected: Callable[[int], Interval] | None = field(default=None, repr=False, compare=False)
 
     def among(self, comparisons: int) -> Interval:
         """Return the interval as one of `comparisons` intervals that all hold at once at `LEVEL` (Bonferroni's bound)."""
-        if self.spread is None:
-            return self
-        return _with_ends(self.mean, self.block, self.blocks, self.spread._replace(looks=self.spread.looks * comparisons))
+        return self if self.corrected is None else self.corrected(comparisons)
+
+    def negated(self) -> Interval:
+        """Return the interval of the negated mean."""
+        low, high = (None if end is None else -end for end in (self.high, self.low))
+        return replace(self, mean=-self.mean, low=low, high=high, corrected=None)
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval excludes 0, else 0."""
+        return 0 if self.low is None or self.high is None else (self.low > 0) - (self.high < 0)
 
     @property
     def ends(self) -> Ends | None:
@@ -213,7 +221,11 @@ def _with_ends(mean: float, block: int, blocks: float, spread: Spread) -> Interv
     reach = float(stdtrit(degrees, 1 - (1 - LEVEL) / 2 / looks))
     low, high = (mean - error * _skewed(t, skew) for t in (reach, -reach))
     p = min(1.0, 2 * looks * float(stdtr(degrees, -abs(_symmetric(mean / error, skew)))))
-    return Interval(mean, low, high, block, blocks, p, spread)
+
+    def corrected(comparisons: int) -> Interval:
+        return _with_ends(mean, block, blocks, spread._replace(looks=looks * comparisons))
+
+    return Interval(mean, low, high, block, blocks, p, corrected)
 
 
 def _degrees_of_freedom(tokens: NDArray[np.float64]) -> float:

@@ -186,7 +186,7 @@ def _share_difference(
     """
     streams = None if same_questions and a.cell_id == b.cell_id else streams_of(b)
     if same_questions and len(ours.outcomes or "") == len(theirs.outcomes or "") > 0:
-        ends = outcome_comparison(ours.outcomes or "", theirs.outcomes or "", streams).ends(1)
+        ends = outcome_comparison(ours.outcomes or "", theirs.outcomes or "", streams).ends
         if ends is not None or streams is None:
             return ends, "question by question" if streams is None else "stream by stream"
         return None, too_few(count(streams))

@@ -133,7 +133,7 @@ def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
         "references": {row.id: figure(question.perplexity(row, capacity)) for row in question.references},
         "reference": None if base is None else base.id,
         "rows": shown,
-        "pairs": [x and [float(f"{end:.4g}") for end in (x.value, x.low, x.high) if end is not None] for x in changes],
+        "pairs": [x and [float(f"{end:.4g}") for end in (x.mean, x.low, x.high) if end is not None] for x in changes],
         "finding": sentence,
         "answer": f"At {size(capacity)}, {model_name(question.first)}, {words.subject(question)}: {sentence}",
     }

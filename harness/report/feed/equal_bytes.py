@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import answers_json, figure, loss_json
 from kvbench.harness.report.feed.words import finding
 from kvbench.harness.report.markdown import model_name
-from kvbench.harness.report.ranks import Change, Pair, corrected, ranks
+from kvbench.harness.report.ranks import pair_changes, ranks
 from kvbench.harness.report.rows import Row
 
 SHARES = tuple(Fraction(1, 2**halvings) for halvings in range(1, 6))  # shares of dense's bytes in the model's dtype
@@ -93,7 +92,7 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
     question, held, whole = formats.whole, _held(row), _held(formats.dense)
     compared = None if row is formats.dense else question.comparison(formats.dense, row)
     dense = formats.dense
-    lost = None if compared is None else loss_json(question.measure, row, dense, "dense", compared.among())
+    lost = None if compared is None else loss_json(question.measure, row, dense, "dense", compared)
     return {
         "id": row.id,
         "policy": visible(row.cell.policy),
@@ -110,15 +109,14 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
 
 def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the feed's entry of a size, with all policies and formats, best first."""
-    question, ids = formats.whole, list(kept)
-    changes = _changes(question, list(kept.values()))
-    placed = ranks(range(len(ids)), changes).values()
-    shown = [rows[identifier] | {"rank": rank and list(rank)} for identifier, rank in zip(ids, placed, strict=True)]
+    question = formats.whole
+    changes = pair_changes(list(kept.values()), question.comparison)
+    shown = [rows[name] | {"rank": rank and list(rank)} for name, rank in ranks(list(kept), changes).items()]
     shown.sort(
         key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]], formats.largest) or 0.0)
     )
-    pairs = [pair[:: change.sign] for pair, change in changes.items() if change.sign]
-    beaten = {ids[worse] for better, worse in pairs if ids[better] == shown[0]["id"]}
+    first = shown[0]["id"]
+    beaten = {name for name in kept if (first, name) in changes and changes[first, name].sign > 0}
     sentence = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure, beaten)
     size = (_held(formats.dense) or 0) * share
     subject = f"{model_name(question.first)}, {words.subject(question)}, in any format"
@@ -129,12 +127,6 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
         "finding": sentence,
         "answer": f"At 1/{share.denominator} of dense's bytes, {subject}: {sentence}",
     }
-
-
-def _changes(question: Question, rows: Sequence[Row]) -> dict[Pair, Change]:
-    """Return the changes between rows, corrected for the number of pairs."""
-    pairs = itertools.combinations(range(len(rows)), 2)
-    return corrected({(i, j): comparison for i, j in pairs if (comparison := question.comparison(rows[i], rows[j])) is not None})
 
 
 def _alike(row: Row) -> list[object]:

@@ -5,7 +5,6 @@ Rows of a question can be compared with each other. No question has two texts or
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,11 @@ from functools import cached_property
 from typing import Literal
 
 from kvbench.harness.core.grouped import grouped
+from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
-from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, past_training
-from kvbench.harness.report.ranks import Change, Comparison, Pair, Rank, answer_comparison, corrected, nll_comparison, ranks
+from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, paired, past_training
+from kvbench.harness.report.ranks import Pair, Rank, answer_comparison, pair_changes, ranks
 from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
 from kvbench.harness.report.verify import CACHELESS, kv_bytes
@@ -153,47 +153,27 @@ class Question:
         return kv_bytes(replace(self.first, cell=cell, facts=facts))
 
     @cached_property
-    def changes(self) -> dict[Pair, Change]:
-        """Loss of the second of two caches of a capacity to the first, by their numbers (smaller number, larger number).
-
-        Pairs that can't be compared are left out. Intervals are corrected for the number of pairs of the capacity.
-        """
-        changes: dict[Pair, Change] = {}
-        for capacity in self.capacities:
-            rivals = itertools.combinations([self.numbers[id(row)] for row in self.at(capacity)], 2)
-            compared = {
-                pair: comparison for pair in rivals if (comparison := self.comparison(*(self.rows[place] for place in pair)))
-            }
-            changes |= corrected(compared)
-        return changes
-
-    @cached_property
-    def numbers(self) -> dict[int, int]:
-        """Index of each row in `rows`, by the `id` of the object."""
-        return {id(row): place for place, row in enumerate(self.rows)}
+    def changes(self) -> dict[Pair, Interval]:
+        """Loss of the second of two caches of a capacity to the first, corrected for the number of pairs."""
+        groups = [pair_changes(self.at(capacity), self.comparison) for capacity in self.capacities]
+        return {pair: change for changes in groups for pair, change in changes.items()}
 
     def ranks(self, capacity: int | None) -> dict[str, Rank | None]:
         """Return the ranks of the caches of a capacity that have a figure, by the rows' ids."""
-        rivals = [self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None]
-        return {self.rows[number].id: rank for number, rank in ranks(rivals, self.changes).items()}
+        return ranks([row.id for row in self.at(capacity) if self.figure(row) is not None], self.changes)
 
-    def comparison(self, a: Row, b: Row) -> Comparison | None:
+    def comparison(self, a: Row, b: Row) -> Interval | None:
         """Return the loss of b to a; None if the two can't be paired."""
         if self.measure == "answers":
             return answer_comparison(a, b)
-        return None if a.perplexity is None or b.perplexity is None else nll_comparison(a.perplexity, b.perplexity)
+        return None if a.perplexity is None or b.perplexity is None else paired(b.perplexity, a.perplexity)
 
-    def change(self, row: Row, base: Row) -> Change | None:
+    def change(self, row: Row, base: Row) -> Interval | None:
         """Return the loss of a row to another; None if the two can't be paired.
 
         The interval of two caches of one capacity is corrected for the number of pairs. Any other interval is of one comparison.
         """
-        pair = self.numbers[id(base)], self.numbers[id(row)]
-        first, second = sorted(pair)
-        change = self.changes.get((first, second))
-        if change is None and (compared := self.comparison(self.rows[first], self.rows[second])) is not None:
-            change = compared.among()
-        return change if change is None or pair == (first, second) else change.reversed()
+        return self.changes.get((base.id, row.id)) or self.comparison(base, row)
 
     @cached_property
     def common(self) -> Common:

@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 from kvbench.harness.core.grouped import grouped
-from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.core.intervals import Interval, median_interval
 from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
@@ -21,7 +21,7 @@ from kvbench.harness.report.doubts import faults
 from kvbench.harness.report.feed.question import CONTROL, Measure, Question, is_reference, percent
 from kvbench.harness.report.feed.words import origin, task
 from kvbench.harness.report.markdown import task_name, title
-from kvbench.harness.report.ranks import Change, Rank
+from kvbench.harness.report.ranks import Rank
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
 
@@ -76,7 +76,7 @@ def loss_to(question: Question, row: Row, base: Row | None) -> dict[str, Any] | 
     return None if base is None or change is None else loss_json(question.measure, row, base, question.names[base.id], change)
 
 
-def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Change) -> dict[str, Any]:
+def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Interval) -> dict[str, Any]:
     """Return the feed's entry of a loss: in % of perplexity or in percentage points, and in nats per token.
 
     Args:
@@ -86,7 +86,7 @@ def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Change) 
         name: name of `base`.
         change: change from `base` to `row`, in nats per token or as a share of right answers.
     """
-    of_text, ends = measure == "perplexity", (change.value, change.low, change.high)
+    of_text, ends = measure == "perplexity", (change.mean, change.low, change.high)
     value, low, high = (None if x is None else figure(percent(x) if of_text else 100 * x) for x in ends)
     capacity = base.cell.capacity
     return {
