@@ -7,6 +7,7 @@ from factories import cell_record, edit, record
 
 from kvbench.harness.report.closing import closing
 from kvbench.harness.report.feed import feed
+from kvbench.harness.report.troubles import troubles
 
 
 def measured(policy: str, nll: float, capacity: int | None = 8, parameters: dict | None = None, tokens: int = 32768, **changes):
@@ -36,7 +37,7 @@ def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
 
 def test_one_row_a_policy_with_all_its_tasks():
     both = [measured("dense", 1.9, None), measured("h2o", 2.0), answered("dense", "11", None), answered("h2o", "10")]
-    (table,) = closing(both).tables
+    (table,) = closing(both)
     assert list(table.head) == ["policy", "perplexity", "right", "K/V", "status"]
     assert list(table.lines) == [("dense", "6.653", "100 %", "40 KiB", "ok"), ("h2o", "7.373", "50 %", "640 B", "ok")]
     assert table.heading == "s, m, 8 tokens cached"
@@ -55,7 +56,7 @@ def with_costs(policy: str, capacity: int | None, nlls: dict[str, float], ms: fl
 
 def test_several_texts_and_what_they_cost_stand_in_one_table():
     texts = {"wikitext": 2.0, "pg19": 3.0}
-    *others, last = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0)]).tables
+    *others, last = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0)])
     head = ["policy", "perplexity, WikiText-2", "perplexity, books (PG-19)", "K/V", "peak", "TTFT ms", "TPOT ms", "tokens/s"]
     assert list(last.head) == [*head, "status"]
     assert list(last.lines) == [
@@ -72,7 +73,7 @@ def test_questions_have_tables_of_their_own():
     asked = [
         edit(answered(p, "10", c), cell={"model": model}, facts={"device": "a device"}) for p, c in (("dense", None), ("h2o", 8))
     ]
-    tables = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0), *asked]).tables
+    tables = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0), *asked])
     assert [("perplexity" in table.head, "right" in table.head) for table in tables] == [
         (True, False),
         (True, False),
@@ -82,7 +83,7 @@ def test_questions_have_tables_of_their_own():
 
 def test_bytes_of_a_text_never_stand_beside_those_of_a_peak():
     records = [*with_costs("dense", None, {"pg19": 2.0}, 2.0), *with_costs("h2o", 8, {"pg19": 2.0}, 4.0)[:2]]  # no peak of h2o
-    (table,) = closing(records).tables
+    (table,) = closing(records)
     held = dict(zip([line[0] for line in table.lines], [line[table.head.index("K/V")] for line in table.lines], strict=True))
     assert held == {"dense": "40 KiB", "h2o": ""}
 
@@ -91,7 +92,7 @@ def test_bytes_of_a_text_never_stand_beside_those_of_a_peak():
 def test_its_sentences_are_those_of_the_feed(text):
     outcomes, nlls = {"h2o": "10" * 100, "window": "0" * 200}, {"h2o": 2.0, "window": 2.1}
     made = [measured(*one) for one in nlls.items()] if text else [answered(*one) for one in outcomes.items()]
-    (table,), (question,) = closing(made).tables, feed(made)["questions"]
+    (table,), (question,) = closing(made), feed(made)["questions"]
     stated = [note.split(": ")[1] for note in table.notes if note.startswith("At ")]
     assert stated == [budget["finding"] for budget in question["budgets"]]
 
@@ -99,9 +100,9 @@ def test_its_sentences_are_those_of_the_feed(text):
 def test_names_of_others_move_no_cursor():
     evil = record("evil\x1b[2J\n", 8, status="failed", error={"kind": "E\x1b]0;", "message": "\r"}, metrics={})
     edit(evil, cell={"model": {"id": "m\x1b", "dtype": "float32"}})
-    said = closing([evil])
-    assert all(text.isprintable() for text in [*said.troubles, *(t.heading for t in said.tables)])
-    assert all(cell.isprintable() for t in said.tables for line in t.lines for cell in line)
+    tables = closing([evil])
+    assert all(text.isprintable() for text in [*troubles([evil]), *(t.heading for t in tables)])
+    assert all(cell.isprintable() for t in tables for line in t.lines for cell in line)
 
 
 def test_cells_without_a_faster_method_share_a_line_with_the_reasons():
@@ -109,17 +110,17 @@ def test_cells_without_a_faster_method_share_a_line_with_the_reasons():
     walked = [record(name, facts={"method": "walk"} | reason) for name, reason in reasons.items()]
     by_choice = record("lagkv", facts={"method": "walk"})  # `--walk`
     fast = [record("h2o", facts={"method": "compiled walk"}), record("window", facts={"method": "closed form"})]
-    (line,) = closing([*walked, by_choice, *fast]).troubles
+    (line,) = troubles([*walked, by_choice, *fast])
     assert line == "3 cells were read token by token: tova, snapkv (no kernel); keydiff (a NaN)"
     refused = record("h2o", facts={"method": "compiled walk", "step": "plain", "refused": "step kernels: a NaN"})
-    assert closing([refused]).troubles == ["1 cell was measured without a faster method: h2o (step kernels: a NaN)"]
+    assert troubles([refused]) == ["1 cell was measured without a faster method: h2o (step kernels: a NaN)"]
 
 
 def test_the_title_of_bytes_tells_the_number_of_streams():
     task = {"name": "perplexity", "data": "prose", "tokens": 32768}
     one, many = (edit(measured("h2o", 2.0), cell={"task": task | options}) for options in ({}, {"streams": 4}))
     for made, title in ((one, "K/V"), (many, "K/V of 4 streams")):
-        (table,) = closing([made]).tables
+        (table,) = closing([made])
         assert title in table.head
 
 
@@ -130,7 +131,7 @@ def test_each_of_a_few_tasks_has_its_own_right_answers():
         for task, of_task, size in zip(("kvbench_popular", "kvbench_once"), outcomes, (1024, 640), strict=True):
             asked = edit(answered(policy, of_task), metrics={"kv_bytes": size})
             made.append(edit(asked, cell={"task": {"name": "lm_eval", "tasks": task}}))
-    (table,) = closing(made[:-1]).tables  # random was not asked the last task
+    (table,) = closing(made[:-1])  # random was not asked the last task
     assert list(table.head) == ["policy", "right, popular", "right, once", "K/V", "status"]
     assert list(table.lines) == [("h2o", "100 %", "0 %", "1 KiB", "ok"), ("random", "25 %", "", "1 KiB", "ok")]
     assert table.notes[-1] == "K/V is the largest of the tasks'."

@@ -343,7 +343,7 @@ def test_several_answers_to_a_program_are_one_cluster():
 def test_traces_of_other_lengths_are_never_pooled():
     """In the table at the end of a run: dense has read longer ones, too, and has a row in two tables."""
     records = RecordStore(RECORDS / "long_answers.jsonl").read_all()[0]
-    tables = [table for table in closing(records).tables if "right traces read" in table.heading]
+    tables = [table for table in closing(records) if "right traces read" in table.heading]
     assert len(tables) > 1
     for table in tables:
         assert all(line[table.head.index("right")] for line in table.lines)

@@ -18,6 +18,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.beside import TraceFile
+from kvbench.harness.report.export import summary_rows
 from kvbench.harness.report.pairing import common_tokens, paired
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
@@ -233,3 +234,4 @@ def test_cells_of_unequal_length_are_compared_on_what_both_read(base, tmp_path):
     found = paired(*same)
     assert found.mean == pytest.approx(-0.2, abs=1e-5)
     assert found.block * found.blocks < LOOKS[0] == common_tokens(same).read
+    assert [row["figure"].split()[0] for row in summary_rows(same)] == ["perplexity"] * 2

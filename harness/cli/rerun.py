@@ -40,10 +40,8 @@ def portable(request: RunRequest, folder: Path) -> tuple[str, MeasuredWith]:
         local_model=local,
         policies=list(request.policies),
         settings=list(request.settings),
-        device=None if request.device == "auto" else request.device,
-        dtype=request.dtype,
-        threads=request.threads,
-    )  # type: ignore[arg-type]  # click has checked the dtype
+        **{name: getattr(request, name) for name in ("device", "dtype", "threads")},
+    )
     return suite, options
 
 
@@ -62,16 +60,7 @@ def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, d
     suite = baseline.suite
     if suite.endswith((".yaml", ".yml")):
         suite = os.path.relpath(folder.resolve() / suite)
-    return RunRequest(
-        suite,
-        model or options.model,
-        data,
-        tuple(options.policies),
-        tuple(options.settings),
-        options.device or "auto",
-        options.dtype,
-        options.threads,
-    )
+    return RunRequest(suite, model or options.model, data, **options.model_dump(exclude={"model", "local_model"}))
 
 
 def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Path) -> list[Cell]:

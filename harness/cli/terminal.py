@@ -30,13 +30,13 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
     """
     from kvbench.harness.cli.output import RESULTS, RESULTS_VARIABLE
     from kvbench.harness.report.closing import closing
+    from kvbench.harness.report.troubles import troubles
 
     stream = sys.stdout if to_stdout else sys.stderr
     width = line_width() if stream.isatty() else 100
-    summary = closing(records)
-    lines = [line for table in summary.tables for line in _table(table, width)]
-    if summary.troubles:
-        lines += ["", *(line for trouble in summary.troubles for line in textwrap.wrap(trouble, width, subsequent_indent="  "))]
+    lines = [line for table in closing(records) for line in _table(table, width)]
+    if problems := troubles(records):
+        lines += ["", *(line for problem in problems for line in textwrap.wrap(problem, width, subsequent_indent="  "))]
     option = "" if results == (os.environ.get(RESULTS_VARIABLE) or RESULTS) else f" --results {shlex.quote(results)}"
     folder, *pages = (link(Path(results) / name, stream.isatty()) for name in ("", "index.html", "README.md"))
     lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}, written by: bench leaderboard{option}"]

@@ -30,7 +30,7 @@ class MeasuredWith(BaseModel):
         local_model: folder name of a local model; `bench check --model` gives its path.
         policies: policies that replace the suite's.
         settings: changed values of the suite, as "key=value".
-        device: device of the run; None for "auto".
+        device: device of the run.
     """
 
     model_config = _STRICT
@@ -39,7 +39,7 @@ class MeasuredWith(BaseModel):
     local_model: str | None = None
     policies: list[str] = []
     settings: list[str] = []
-    device: str | None = None
+    device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     threads: int | None = Field(None, ge=1)
 

@@ -1,4 +1,4 @@
-"""Summary at the end of a run: a row per policy, the best policy and its cost, failures and flags. Imports no torch."""
+"""Tables at the end of a run: a row per policy, the best policy and its cost. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from kvbench.harness.report.pairing import describe_tokens, past_training, quest
 from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_report import kv_title
-from kvbench.harness.report.troubles import troubles
 
 WHICH = "which"  # suite of `bench which`, which chooses the length of its text itself
 _MAX_TEXTS = 4  # texts in one table, a column each
@@ -46,21 +45,12 @@ class Table:
     notes: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Closing:
-    """Summary at the end of a run.
+def closing(records: Sequence[Record]) -> list[Table]:
+    """Return the tables of a run, one for most runs, several if the run has several models or texts.
 
-    Attributes:
-        tables: a single table for most runs; several if the run has several models or texts.
-        troubles: a line for each failure or flag, with the reason, and a line on slow methods.
+    Args:
+        records: records of all cells, including cells that were already finished.
     """
-
-    tables: Sequence[Table]
-    troubles: Sequence[str]
-
-
-def closing(records: Sequence[Record]) -> Closing:
-    """Summarize a run. records: records of all cells, including cells that were already finished."""
     models = grouped(records, lambda record: repr(record.cell.as_json()["model"])).values()
     machines = [named_group for of_model in models for named_group in by_machine(of_model)]
     parts = [
@@ -78,7 +68,7 @@ def closing(records: Sequence[Record]) -> Closing:
     for machine, group in machines:
         if _has_overview(group):
             tables += [_overview(part, mode, machine) for mode, part in _by_positions(group)]
-    return Closing(tables, troubles(records))
+    return tables
 
 
 def _subject(records: Sequence[Record]) -> str:

@@ -117,15 +117,10 @@ def digits(value: float, count: int = 4) -> str:
     return f"{value:,.0f}" if "e+" in text else text
 
 
-def bracketed(ends: tuple[float, float] | None, digits: int = 0) -> str:
-    """Return the ends of a share's interval in percent, after a space; empty without an interval."""
-    return "" if ends is None else f" [{100 * ends[0]:.{digits}f}, {100 * ends[1]:.{digits}f}]"
-
-
-def percent(share: float, ends: Sequence[float] | None = None) -> str:
+def percent(share: float, ends: Sequence[float] | None = None, unit: str = " %") -> str:
     """Format a share in percent, with the ends of its interval if given."""
     interval = "" if ends is None else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
-    return f"{100 * share:.1f} %{interval}"
+    return f"{100 * share:.1f}{unit}{interval}"
 
 
 def count(value: Any) -> str:

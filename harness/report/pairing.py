@@ -263,22 +263,9 @@ def on_common(record: Record, common: Common) -> Record | None:
     tokens = sum(shared.tokens)
     nll = sum(shared.nll_sum) / tokens
     blocks = Blocks.model_construct(nll_sum=shared.nll_sum, tokens=shared.tokens, size=shared.size)
-    figures = NllMetrics.model_construct(
-        tokens=tokens,
-        nll=nll,
-        perplexity=math.exp(min(nll, 700.0)),
-        blocks=blocks,
-        texts=shared.texts,
-        on_stride=shared,
-        buckets=_buckets(metrics, shared),
-        stream_tokens=metrics.stream_tokens,
-        kv_bytes=metrics.kv_bytes,
-        state_bytes=metrics.state_bytes,
-        flags=metrics.flags,
-        tokens_read=metrics.tokens_read,
-        looks=metrics.looks,
-    )
-    return replace(record, metrics=figures)
+    figures = {"tokens": tokens, "nll": nll, "perplexity": math.exp(min(nll, 700.0)), "blocks": blocks, "texts": shared.texts}
+    figures |= {"on_stride": shared if common.stride > 1 else None, "buckets": _buckets(metrics, shared)}
+    return replace(record, metrics=metrics.model_copy(update=figures))
 
 
 def describe_tokens(records: Sequence[Record], common: Common) -> str:

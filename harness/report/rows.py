@@ -154,6 +154,16 @@ def rows(records: Sequence[Record]) -> list[Row]:
     return [Row(group) for group in groups.values()]
 
 
+def without_seeds(records: Sequence[Record]) -> list[list[Record]]:
+    """Group records that differ only in the seed."""
+
+    def key(record: Record) -> str:
+        cell = record.cell
+        return repr([cell.policy, cell.parameters, cell.capacity, axes(cell) | {"seed": None}, record.facts.device])
+
+    return list(grouped(records, key).values())
+
+
 def _kv_bytes(record: Record) -> int | None:
     grows = record.cell.capacity is None or (record.cell.evict == "prompt" and record.measured(NllMetrics) is not None)
     return (record.metrics.kv_held_bytes if grows else None) or record.metrics.kv_bytes

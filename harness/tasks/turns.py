@@ -26,8 +26,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import bracketed, cache_bytes, on_device, policy_table, row_label, status, task_line
-from kvbench.harness.report.rows import short_titles
+from kvbench.harness.report.markdown import cache_bytes, on_device, percent, policy_table, row_label, status, task_line
+from kvbench.harness.report.rows import short_titles, without_seeds
 from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.report.task_charts import panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
@@ -248,7 +248,7 @@ class Turns(AnsweringTask):
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Return tables of right answers by kind and by turn. The seeds of a policy share a row."""
-        groups = _without_seeds(records)
+        groups = without_seeds(records)
         turns = [str(n) for n in sorted({int(turn) for m in _measured(records) for turn in m.turns or {}})]
         data = records[0].data
         length = f"The text has {data.prompt_tokens:,.0f} tokens. " if isinstance(data, QuizFacts) and data.prompt_tokens else ""
@@ -265,16 +265,6 @@ class Turns(AnsweringTask):
         ]
 
 
-def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records that differ only in the seed."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        cell = record.cell
-        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.evicts, record.facts.device]
-        groups.setdefault(repr(key), []).append(record)
-    return list(groups.values())
-
-
 def _name(group: Sequence[Record], records: Sequence[Record]) -> dict[str, str]:
     """Return the first cells of a row."""
     seeds = f", {len(group)} seeds" if len(group) > 1 else ""
@@ -284,7 +274,7 @@ def _name(group: Sequence[Record], records: Sequence[Record]) -> dict[str, str]:
 def _all(group: Sequence[Record]) -> str:
     """Return the percentage right of all questions, with its interval; the status if a cell failed."""
     share, failed = answers(group), [r for r in group if r.status != "ok"]
-    return status((failed or group)[0]) if failed or share is None else f"{100 * share.share:.1f}{bracketed(share.ends, 1)}"
+    return status((failed or group)[0]) if failed or share is None else percent(share.share, share.ends, "")
 
 
 def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str, tuple[int, int]]:
@@ -301,8 +291,7 @@ def _by_kind(group: Sequence[Record]) -> dict[str, str]:
     """Return the percentage right of all questions and of each kind, and the percentage of old values of corrected facts."""
     counts = _counts(group, "kinds")
     shown = {
-        kind: f"{100 * right / total:.1f}{bracketed(_of_kind(group, kind).ends, 1)} of {total:,}"
-        for kind, (right, total) in counts.items()
+        kind: f"{percent(right / total, _of_kind(group, kind).ends, '')} of {total:,}" for kind, (right, total) in counts.items()
     }
     stale = sum(metrics.stale or 0 for metrics in _measured(group))
     old = {_OLD: f"{100 * stale / counts['corrected'][1]:.1f}"} if "corrected" in counts else {}
@@ -349,7 +338,7 @@ def over_turns(records: Sequence[Record]) -> list[Chart]:
 
 
 def _panel(records: Sequence[Record]) -> dict[str, Any]:
-    groups = _without_seeds(records)
+    groups = without_seeds(records)
     first = [group[0] for group in groups]
     names = [name + on_device(record, records) for name, record in zip(short_titles(first), first, strict=True)]
     values: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report import logit_maps
+from kvbench.harness.report import chart, logit_maps
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import number, percent, policy_table, status, task_line
 from kvbench.harness.report.pairing import question
@@ -25,7 +25,6 @@ from kvbench.harness.tasks.attention.figures import figures
 from kvbench.harness.tasks.task import Job, Options, Task, Workload
 
 _CELL_PIXELS, _MOST_PIXELS = 26, 480  # sizes of the heatmap of heads
-_SHADES = {"scheme": "blues"}
 Panel = dict[str, Any]  # panel of a chart in Vega-Lite
 
 
@@ -116,6 +115,7 @@ def _heads_chart(record: Record) -> Chart:
         for layer, row in enumerate(metrics.first_by_head)
         for head, x in enumerate(row)
     ]
+    shade = chart.channel("share", None, scale={"domain": [0, 1], "scheme": "blues"}, legend={"format": ".0%"})
     heads, layers = len(metrics.first_by_head[0]), len(metrics.first_by_head)
     spec = {
         "data": {"values": values},
@@ -123,15 +123,9 @@ def _heads_chart(record: Record) -> Chart:
         "width": min(_MOST_PIXELS, _CELL_PIXELS * heads),
         "height": min(_MOST_PIXELS, _CELL_PIXELS * layers),
         "encoding": {
-            "x": {"field": "head", "type": "ordinal", "title": "query head", "axis": {"labelAngle": 0, "labelOverlap": True}},
-            "y": {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelOverlap": True}},
-            "color": {
-                "field": "share",
-                "type": "quantitative",
-                "title": ["attention to", "the first token"],
-                "scale": {"domain": [0, 1], **_SHADES},
-                "legend": {"format": ".0%"},
-            },
+            "x": chart.channel("head", "query head", "ordinal", axis={"labelAngle": 0, "labelOverlap": True}),
+            "y": chart.channel("layer", "layer", "ordinal", axis={"labelOverlap": True}),
+            "color": shade | {"title": ["attention to", "the first token"]},
         },
     }
     alt = "Attention that each head of {model} gives to the first token, layer by head"
@@ -139,7 +133,7 @@ def _heads_chart(record: Record) -> Chart:
     return Chart.from_record(record, "attention heads", record.cell_id, f"{alt}, {text}.", spec)
 
 
-X_LAYER: Panel = {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1, "format": "d"}}
+X_LAYER: Panel = chart.channel("layer", "layer", axis={"tickMinStep": 1, "format": "d"})
 LINE: Panel = {"type": "line", "point": True, "strokeWidth": 2}
 
 
@@ -160,33 +154,21 @@ def layers_chart(records: Sequence[Record], more: Sequence[Panel], alt: str = ""
                 low, high = max(0.0, layer.late - layer.late_deviation), min(1.0, layer.late + layer.late_deviation)
                 band.append({"policy": name, "layer": index, "low": low, "high": high})
     colour = policy_colour(records)
-    share: Panel = {"type": "quantitative", "scale": {"domain": [0, 1]}, "axis": {"format": ".0%"}}
+    share = chart.channel("late", "attention", scale={"domain": [0, 1]}, axis={"format": ".0%"})
+    ends = {"x": X_LAYER, "y": share | {"field": "low"}, "y2": {"field": "high"}, "color": colour}
     first = {
         "title": "last query to the first token",
         "data": {"values": values},
         "layer": [
-            {
-                "data": {"values": band},
-                "mark": {"type": "area", "opacity": 0.12},
-                "encoding": {
-                    "x": X_LAYER,
-                    "y": {"field": "low", **share, "title": "attention"},
-                    "y2": {"field": "high"},
-                    "color": colour,
-                },
-            },
-            {"mark": LINE, "encoding": {"x": X_LAYER, "y": {"field": "late", **share, "title": "attention"}, "color": colour}},
+            {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.12}, "encoding": ends},
+            {"mark": LINE, "encoding": {"x": X_LAYER, "y": share, "color": colour}},
         ],
     }
     entropy = {
         "title": "entropy of a query's weights",
         "data": {"values": values},
         "mark": LINE,
-        "encoding": {
-            "x": X_LAYER,
-            "y": {"field": "entropy", "type": "quantitative", "title": "nats"},
-            "color": colour,
-        },
+        "encoding": {"x": X_LAYER, "y": chart.channel("entropy", "nats"), "color": colour},
     }
     shown: list[Panel] = [first, entropy, *more]
     panels = [{"width": 240, "height": 200} | panel for panel in shown]
@@ -199,10 +181,4 @@ def layers_chart(records: Sequence[Record], more: Sequence[Panel], alt: str = ""
 def policy_colour(records: Sequence[Record]) -> Panel:
     """Return the encoding that gives each policy a colour."""
     names = list(dict.fromkeys(short_titles(records)))
-    return {
-        "field": "policy",
-        "type": "nominal",
-        "scale": {"domain": names},
-        "title": "policy",
-        "legend": {"symbolOpacity": 1},
-    }
+    return chart.channel("policy", "policy", "nominal", scale={"domain": names}, legend={"symbolOpacity": 1})

@@ -15,7 +15,7 @@ from kvbench.harness.records.figure_rules import EXACT
 from kvbench.harness.records.metrics import AnswerMetrics, Metrics
 from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.records.types import Count, Duration
-from kvbench.harness.report.markdown import bracketed, status
+from kvbench.harness.report.markdown import percent, status
 from kvbench.harness.report.shares import answers, count, streams_of, too_few
 from kvbench.harness.tasks.task import Task
 
@@ -60,7 +60,7 @@ def percent_or_status(record: Record | None) -> str:
     if record is None:
         return ""
     accuracy = answers([record])
-    return status(record) if accuracy is None else f"{100 * accuracy.share:.1f}{bracketed(accuracy.ends, 1)}"
+    return status(record) if accuracy is None else percent(accuracy.share, accuracy.ends, "")
 
 
 def about_intervals(records: Sequence[Record]) -> str:

@@ -23,7 +23,7 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference
-from kvbench.harness.report.markdown import bracketed, by_row, cache_bytes, md, policy_table, status
+from kvbench.harness.report.markdown import by_row, cache_bytes, md, percent, policy_table, status
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.lm_eval.lm_eval_options import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
@@ -191,7 +191,7 @@ def _pass_at(metrics: LmEvalMetrics, k: str) -> str:
         return ""
     answers = np.full(metrics.questions, metrics.samples, np.float64)
     ends = clustered_share(answers * metrics.solved(int(k)), answers) if metrics.questions >= MIN_BLOCKS else None
-    return f"{100 * metrics.pass_at[k]:.1f}{bracketed(ends, 1)}"
+    return percent(metrics.pass_at[k], ends, "")
 
 
 def _difference(base: Record | None, record: Record) -> str:

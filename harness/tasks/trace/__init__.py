@@ -18,8 +18,8 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, percent, policy_table, status, task_line
-from kvbench.harness.report.rows import short_titles
+from kvbench.harness.report.markdown import cache_bytes, count, digits, percent, policy_table, status, task_line
+from kvbench.harness.report.rows import short_titles, without_seeds
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
@@ -126,7 +126,7 @@ def _pass_at(metrics: TraceMetrics | None, k: int) -> str:
     if figure is None:
         return ""
     ends = None if figure.low is None or figure.high is None else (figure.low, figure.high)
-    return f"{100 * figure.share:.1f}{bracketed(ends, 1)}"
+    return percent(figure.share, ends, "")
 
 
 def first_wrong(metrics: TraceMetrics) -> int | None:
@@ -170,11 +170,7 @@ def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
 
 def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     """Return a panel of answers without a wrong word, over the words written: a line per policy, with all seeds pooled."""
-    by_policy: dict[str, list[Record]] = {}
-    for record in records:
-        cell = record.cell
-        by_policy.setdefault(repr([cell.policy, cell.parameters, cell.capacity, cell.positions, cell.evicts]), []).append(record)
-    seeds = list(by_policy.values())
+    seeds = without_seeds(records)
     names = short_titles([group[0] for group in seeds])
     pairs = [(name, group[0].cell.policy) for name, group in zip(names, seeds, strict=True)]
     values: list[dict[str, Any]] = [
