@@ -175,6 +175,14 @@ def channel(field: str, title: str | None, kind: str = "quantitative", **more: A
     return {"field": field, "type": kind, "title": title, **more}
 
 
+def curves(
+    values: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any], colour: dict[str, Any], **line: Any
+) -> dict[str, Any]:
+    """Return a panel with a line per colour, without its size. line: properties of the lines."""
+    mark = {"type": "line", "point": True, "strokeWidth": 2} | line
+    return {"data": {"values": values}, "mark": mark, "encoding": {"x": x, "y": y, "color": colour}}
+
+
 def log_axis(field: str, title: str, *, base: int = 10, padding: int = 0, **axis: Any) -> dict[str, Any]:
     """Return a channel on a logarithmic axis.
 

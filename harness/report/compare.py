@@ -21,7 +21,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.figure_rules import Compared, compared
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, SampleMetrics, ScoreMetrics, StepMetrics
 from kvbench.harness.report.difference import Difference, Traces, Verdict
-from kvbench.harness.report.markdown import digits, md, model_name, table, task_name, title
+from kvbench.harness.report.markdown import digits, md, model_name, rows_table, task_name, title
 from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.ranks import outcome_comparison
 from kvbench.harness.report.shares import count, shares, streams_of, too_few
@@ -300,14 +300,14 @@ def summary(judged: Sequence[JudgedMetric]) -> str:
 
 def markdown(judged: Sequence[JudgedMetric], a: str, b: str) -> str:
     """Return a comment for a pull request: a table of changes, with unchanged metrics folded."""
-    head = ["cell", "metric", md(a), md(b), "change", "95 % interval", "verdict", "why"]
-    rows = [[md(value) for value in j.cells().values()] for j in judged]
+    rows = [{name: md(value) for name, value in j.cells().items()} for j in judged]
+    heads = {name: name for row in rows for name in row} | {"a": md(a), "b": md(b)}
     changed = [r for r, j in zip(rows, judged, strict=True) if j.difference.verdict != "same"]
     unchanged = [r for r, j in zip(rows, judged, strict=True) if j.difference.verdict == "same"]
     lines = [f"### {md(b)} compared with {md(a)}: {summary(judged)}\n"]
-    lines += table(head, changed, "llrrrrll") if changed else ["Nothing changed that matters.\n"]
+    lines += rows_table(changed, heads) if changed else ["Nothing changed that matters.\n"]
     if unchanged:
-        lines += [f"<details><summary>{len(unchanged)} same</summary>\n", *table(head, unchanged, "llrrrrll"), "</details>\n"]
+        lines += [f"<details><summary>{len(unchanged)} same</summary>\n", *rows_table(unchanged, heads), "</details>\n"]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.report.chart import Chart, Page, page
 from kvbench.harness.report.feed.words import loss_text, size
 from kvbench.harness.report.loss_charts import over_budgets, over_bytes
-from kvbench.harness.report.markdown import cache_bytes, digits, md, table
+from kvbench.harness.report.markdown import cache_bytes, digits, md, rows_table
 
 _HEAD = """# Leaderboard
 
@@ -129,29 +129,26 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     """Return a table of the best policies of a budget, and the references."""
     tasks = list(dict.fromkeys(a["task"] for row in budget["rows"] for a in row["answers"]))
     rows = [*budget["rows"][:_MOST_ROWS], *question["references"]]
-    timed = any(row["ms"] is not None for row in rows)
     unit = "perplexity lost" if question["measure"] == "perplexity" else "points lost"
     strides = {row["loss"]["stride"] for row in rows if row["loss"]} - {1}
     unit += "".join(f" (1 token in {stride})" for stride in sorted(strides))
-    held = "K/V, all streams" if question["measure"] == "perplexity" else "K/V"
-    head = ["rank", "policy", unit, "perplexity", *map(md, tasks), held, "of dense", *(["ms/token", "x dense"] if timed else [])]
     lines = []
     for row in rows:
         elsewhere = row["kind"] == "reference" and row["capacity"] is not None  # its capacity is not the budget's
         perplexity, every = budget["references"].get(row["id"], row["perplexity"]), row["stride"]
-        times = [row["ms"], row["times_dense"] and row["times_dense"][0]] if timed else []
-        cells = [
-            _rank(row),
-            md(f"{row['name']} at {row['capacity']:,}" if elsewhere else row["name"]),
-            "" if row["loss"] is None else loss_text(row["loss"]),
-            "" if perplexity is None else digits(perplexity) + (f" (1 token in {every})" if every > 1 else ""),
-            *(_right(row, task) for task in tasks),
-            cache_bytes(row["kv_bytes"]),
-            "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
-            *("" if value is None else digits(value, 3) for value in times),
-        ]
+        cells = {
+            "rank": _rank(row),
+            "policy": md(f"{row['name']} at {row['capacity']:,}" if elsewhere else row["name"]),
+            unit: "" if row["loss"] is None else loss_text(row["loss"]),
+            "perplexity": "" if perplexity is None else digits(perplexity) + (f" (1 token in {every})" if every > 1 else ""),
+            **{md(task): _right(row, task) for task in tasks},
+            "K/V, all streams" if question["measure"] == "perplexity" else "K/V": cache_bytes(row["kv_bytes"]),
+            "of dense": "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
+            "ms/token": "" if row["ms"] is None else digits(row["ms"], 3),
+            "x dense": "" if row["times_dense"] is None else digits(row["times_dense"][0], 3),
+        }
         lines.append(cells)
-    return table(head, lines, "rl" + "r" * (len(head) - 2))
+    return rows_table(lines)
 
 
 def _rank(row: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 
 Row = tuple[Record, Mapping[Any, str]]  # a record and its cells, by column
-_TEXT_COLUMNS = ("policy", "task", "status")  # columns that are aligned left
+_TEXT_COLUMNS = ("policy", "task", "status", "training", "model", "options", "cell", "metric", "verdict", "why")  # aligned left
 _DEFAULT_AXES = {"evict": "step", "kv": "", "positions": "cache", "limit": None, "seed": 0}
 
 
@@ -97,11 +97,19 @@ def policy_table(
     if callable(heads):
         heads = {column: heads(column) for column in sorted({column for _, cells in rows for column in cells})}
     lines = [{"policy": row_label(r, among), "capacity": count(r.cell.capacity), **cells} for r, cells in rows]
-    columns = {"policy": "policy", "capacity": "capacity"}
-    columns |= {name: name for line in sorted(lines, key=len, reverse=True) for name in line} if heads is None else heads
-    shown = [name for name in columns if any(line.get(name) for line in lines)]
+    return rows_table(lines, None if heads is None else {"policy": "policy", "capacity": "capacity", **heads})
+
+
+def rows_table(rows: Sequence[Mapping[Any, str]], heads: Mapping[Any, str] | None = None) -> list[str]:
+    """Return the lines of a table, given the cells of each row by column. Empty columns are left out.
+
+    Args:
+        heads: heading of each column, in order. None: the columns are the headings, in the order of the longest row.
+    """
+    columns = heads or {name: name for row in sorted(rows, key=len, reverse=True) for name in row}
+    shown = [name for name in columns if any(row.get(name) for row in rows)]
     alignment = "".join("l" if name in _TEXT_COLUMNS else "r" for name in shown)
-    return table([columns[name] for name in shown], [[line.get(name, "") for name in shown] for line in lines], alignment)
+    return table([columns[name] for name in shown], [[row.get(name, "") for name in shown] for row in rows], alignment)
 
 
 def number(value: Any) -> str:

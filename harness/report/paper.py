@@ -15,7 +15,7 @@ import yaml
 
 from kvbench.harness.records import Record, newest
 from kvbench.harness.report import chart
-from kvbench.harness.report.markdown import digits, md, table
+from kvbench.harness.report.markdown import digits, md, rows_table, table
 
 _BUILTIN = Path(__file__).parents[1] / "models/builtin"
 
@@ -49,17 +49,10 @@ def _training_curves() -> list[chart.Chart]:
 
 
 def _panel(values: list[dict[str, Any]], names: list[str], field: str, title: str, zero: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "width": 340,
-        "height": 260,
-        "data": {"values": values},
-        "mark": {"type": "line", "strokeWidth": 1.5},
-        "encoding": {
-            "x": chart.channel("tokens", "million tokens"),
-            "y": chart.channel(field, title, scale={"type": "linear"} | zero),
-            "color": chart.channel("model", None, "nominal", sort=names),
-        },
-    }
+    y = chart.channel(field, title, scale={"type": "linear"} | zero)
+    colour = chart.channel("model", None, "nominal", sort=names)
+    x = chart.channel("tokens", "million tokens")
+    return {"width": 340, "height": 260} | chart.curves(values, x, y, colour, point=False, strokeWidth=1.5)
 
 
 _FOLDER = Path(__file__).parent / "published"
@@ -185,9 +178,9 @@ def _others(published: dict[str, Any], records: Sequence[Record]) -> list[str]:
             shown = {k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed")}
             options = ", ".join(f"{k} {v}" for k, v in shown.items() if v not in (None, "cache"))
             figure = "failed" if value is None else digits(value)
-            rows.append([md(record.cell.model.id), md(record.cell.policy), md(options), figure])
+            cells = {"model": md(record.cell.model.id), "policy": md(record.cell.policy), "options": md(options)}
+            rows.append(cells | {md(published["metric"]): figure})
     if not rows:
         return []
-    head = ["model", "policy", "options", md(published["metric"])]
     about = "The same suite on models without a published figure:\n"
-    return ["<details><summary>Ours on other models</summary>\n", about, *table(head, rows, "lllr"), "</details>\n"]
+    return ["<details><summary>Ours on other models</summary>\n", about, *rows_table(rows), "</details>\n"]

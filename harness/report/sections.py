@@ -12,8 +12,8 @@ from typing import Any
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record, newest
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, StepMetrics
-from kvbench.harness.report.chart import Chart, Page, channel, file_name, make_visible, page
-from kvbench.harness.report.markdown import md, model_name, number, table
+from kvbench.harness.report.chart import Chart, Page, channel, curves, file_name, make_visible, page
+from kvbench.harness.report.markdown import md, model_name, number, rows_table
 from kvbench.harness.report.pairing import question, strided, task_version
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_report import plain, task_of, titles_of
@@ -165,24 +165,14 @@ def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
     """Return the panel of a figure over steps, with a line per training, or per training and policy."""
     scale = {"type": "log"} if figure == _PERPLEXITY else {} if any(v["value"] for v in values) else {"domain": [0, 1]}
     alone = {"legend": None} if len({v["line"] for v in values}) == 1 else {}
-    return {
-        "width": 300,
-        "height": 240,
-        "data": {"values": values},
-        "mark": {"type": "line", "point": True, "strokeWidth": 2},
-        "encoding": {
-            "x": channel("step", "step"),
-            "y": channel("value", figure, scale=scale),
-            "color": channel("line", None, "nominal", **alone),
-        },
-    }
+    y, colour = channel("value", figure, scale=scale), channel("line", None, "nominal", **alone)
+    return {"width": 300, "height": 240} | curves(values, channel("step", "step"), y, colour)
 
 
 def _step_table(values: list[dict[str, Any]]) -> list[str]:
     """Return a table with a row per training and step, and a column per figure and policy."""
-    rows: dict[tuple[str, int], dict[str, float]] = {}
+    rows: dict[tuple[str, int], dict[str, str]] = {}
     for v in values:
-        rows.setdefault((v["training"], v["step"]), {})[v["figure"] + v["line"].removeprefix(v["training"])] = v["value"]
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    lines = [[md(training), f"{step:,}", *(number(row.get(c)) for c in columns)] for (training, step), row in rows.items()]
-    return table(["training", "step", *map(md, columns)], lines, "lr" + "r" * len(columns))
+        row = rows.setdefault((v["training"], v["step"]), {"training": md(v["training"]), "step": f"{v['step']:,}"})
+        row[md(v["figure"] + v["line"].removeprefix(v["training"]))] = number(v["value"])
+    return rows_table(list(rows.values()))

@@ -16,11 +16,11 @@ import numpy as np
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.chart import Chart, channel, curves
 from kvbench.harness.report.markdown import digits, md, number, percent, table
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.tasks import attention
-from kvbench.harness.tasks.attention import LINE, X_LAYER, Panel, layers_chart, policy_colour
+from kvbench.harness.tasks.attention import X_LAYER, Panel, layers_chart, policy_colour
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 from kvbench.lab.attention.figures import OUTLIER_TIMES_MEDIAN, figures
 from kvbench.lab.attention.schema import AttentionMetrics, AttentionOptions, Patches
@@ -99,23 +99,11 @@ class AttentionTask(attention.AttentionTask):
         ]
         if not lost:
             return layers_chart(records, [])
-        missing: Panel = {
-            "title": "attention lost to eviction",
-            "data": {"values": lost},
-            "mark": LINE,
-            "encoding": {
-                "x": X_LAYER,
-                "y": {
-                    "field": "lost",
-                    "type": "quantitative",
-                    "title": "share of full attention",
-                    "scale": {"zero": True},
-                    "axis": {"format": ".0%"},
-                },
-                "color": policy_colour(records),
-            },
-        }
-        return layers_chart(records, [missing], ", and the attention that policies lose")
+        share = channel("lost", "share of full attention", scale={"zero": True}, axis={"format": ".0%"})
+        missing: Panel = curves(lost, X_LAYER, share, policy_colour(records))
+        return layers_chart(
+            records, [{"title": "attention lost to eviction"} | missing], ", and the attention that policies lose"
+        )
 
 
 def _outstanding(metrics: AttentionMetrics) -> list[str]:
@@ -199,27 +187,10 @@ def _patches_chart(record: Record, metrics: AttentionMetrics, patches: Patches) 
         kinds = {"outlier": layer.to_outlier, "other patch": layer.to_patch, "register": layer.to_register}
         kinds |= {"[CLS]": first.first} if patches.special > patches.registers else {}
         received += [{"layer": index, "token": name, "attention": x} for name, x in kinds.items() if x is not None]
+    norm, share = channel("norm", "norm", scale={"type": "symlog"}), channel("attention", "attention", axis={"format": ".1%"})
     panels: list[Panel] = [
-        {
-            "title": "norms of patches",
-            "data": {"values": norms},
-            "mark": LINE,
-            "encoding": {
-                "x": X_LAYER,
-                "y": {"field": "norm", "type": "quantitative", "title": "norm", "scale": {"type": "symlog"}},
-                "color": {"field": "of", "type": "nominal", "title": "norm"},
-            },
-        },
-        {
-            "title": "attention that a token gets",
-            "data": {"values": received},
-            "mark": LINE,
-            "encoding": {
-                "x": X_LAYER,
-                "y": {"field": "attention", "type": "quantitative", "title": "attention", "axis": {"format": ".1%"}},
-                "color": {"field": "token", "type": "nominal", "title": "token"},
-            },
-        },
+        {"title": "norms of patches"} | curves(norms, X_LAYER, norm, channel("of", "norm", "nominal")),
+        {"title": "attention that a token gets"} | curves(received, X_LAYER, share, channel("token", "token", "nominal")),
     ]
     alt = "Over the layers of {model}: norms of patches, and attention to [CLS], registers, outliers and other patches"
     spec = {

@@ -134,7 +134,6 @@ def _heads_chart(record: Record) -> Chart:
 
 
 X_LAYER: Panel = chart.channel("layer", "layer", axis={"tickMinStep": 1, "format": "d"})
-LINE: Panel = {"type": "line", "point": True, "strokeWidth": 2}
 
 
 def layers_chart(records: Sequence[Record], more: Sequence[Panel], alt: str = "") -> Chart:
@@ -156,20 +155,9 @@ def layers_chart(records: Sequence[Record], more: Sequence[Panel], alt: str = ""
     colour = policy_colour(records)
     share = chart.channel("late", "attention", scale={"domain": [0, 1]}, axis={"format": ".0%"})
     ends = {"x": X_LAYER, "y": share | {"field": "low"}, "y2": {"field": "high"}, "color": colour}
-    first = {
-        "title": "last query to the first token",
-        "data": {"values": values},
-        "layer": [
-            {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.12}, "encoding": ends},
-            {"mark": LINE, "encoding": {"x": X_LAYER, "y": share, "color": colour}},
-        ],
-    }
-    entropy = {
-        "title": "entropy of a query's weights",
-        "data": {"values": values},
-        "mark": LINE,
-        "encoding": {"x": X_LAYER, "y": chart.channel("entropy", "nats"), "color": colour},
-    }
+    deviation = {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.12}, "encoding": ends}
+    first = {"title": "last query to the first token", "layer": [deviation, chart.curves(values, X_LAYER, share, colour)]}
+    entropy = {"title": "entropy of a query's weights"} | chart.curves(values, X_LAYER, chart.channel("entropy", "nats"), colour)
     shown: list[Panel] = [first, entropy, *more]
     panels = [{"width": 240, "height": 200} | panel for panel in shown]
     alt = "Over the layers of {model}: attention of the last query to the first token, entropy of attention" + alt
