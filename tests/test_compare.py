@@ -12,7 +12,7 @@ from factories import cell_record, changed, edit, record
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.beside import TraceFile
-from kvbench.harness.report.compare import differences, judge_all, largest_difference, markdown
+from kvbench.harness.report.compare import differences, judge_all, markdown, token_differences
 from kvbench.harness.report.difference import judge_interval
 from kvbench.harness.report.ranks import shared_outcomes
 from kvbench.harness.report.rows import Row
@@ -169,10 +169,10 @@ def test_the_largest_difference_of_a_token_is_found_and_a_hole_on_one_side_is_in
     ):
         np.save(tmp_path / f"{name}.npy", value)
     path = lambda name: TraceFile((tmp_path / f"{name}.npy").read_bytes(), tmp_path, tmp_path)  # noqa: E731
-    assert largest_difference((path("a"), path("b"))) == 0.25
-    assert largest_difference((path("a"), path("c"))) == float("inf")
-    assert largest_difference((path("a"), path("d"))) is None
-    assert largest_difference((path("a"), None)) is None
+    assert token_differences((path("a"), path("b"))).max() == 0.25
+    assert token_differences((path("a"), path("c"))).max() == float("inf")
+    assert token_differences((path("a"), path("d"))) is None
+    assert token_differences((path("a"), None)) is None
 
 
 @pytest.fixture

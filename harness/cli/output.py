@@ -19,24 +19,18 @@ RESULTS = "results"
 RESULTS_VARIABLE = "BENCH_RESULTS"
 
 
-class FilledText(click.ParamType[str]):
-    """Type of non-empty text, so that an empty shell variable doesn't silently mean the current folder or the default."""
+def text(value: str) -> str:
+    """Return a text that is not empty, so that an empty shell variable doesn't silently mean the current folder or the default.
 
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text.
-
-        Raises:
-            click.BadParameter: the text is empty.
-        """
-        text = str(value)
-        if not text.strip():
-            self.fail("it is empty", param, ctx)
-        return text
+    Raises:
+        click.BadParameter: the text is empty.
+    """
+    if not value.strip():
+        raise click.BadParameter("it is empty")
+    return value
 
 
-FILLED = FilledText()
+FILLED = text  # type of arguments and options; click shows the function's name in its help
 
 
 def results_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
@@ -57,19 +57,9 @@ _FAMILIES = list(_COLOURS)
 VARIANTS = 4  # variants of a policy with different marks; further variants reuse the marks
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Appearance of a policy in charts.
+class Mark(NamedTuple):
+    """Appearance of a policy: colours on a light and on a dark page, Vega's name of a shape, and lengths of dashes and gaps."""
 
-    Attributes:
-        family: family of policies that share the colour.
-        light: colour on a light page.
-        dark: colour on a dark page.
-        shape: Vega's name of the shape of points.
-        dash: lengths of a line's dashes and gaps.
-    """
-
-    family: str
     light: str
     dark: str
     shape: str
@@ -80,10 +70,9 @@ def mark(policy: str, variant: int = 0) -> Mark:
     """Return the mark of a policy, which is equal on every page. variant: number of its set of parameters."""
     unknown = ("other", hashlib.sha256(policy.encode()).digest()[0])  # a user's policy
     family, place = _PLACES.get(policy, unknown)
-    light, dark = _COLOURS[family]
     position = place + _STRIDE * (variant % VARIANTS)
     shape = SHAPES[(_STRIDE * _FAMILIES.index(family) + position) % len(SHAPES)]
-    return Mark(family, light, dark, shape, _DASHES[position % len(_DASHES)])
+    return Mark(*_COLOURS[family], shape, _DASHES[position % len(_DASHES)])
 
 
 PICTURES = (".png", ".svg", ".pdf")

@@ -118,12 +118,6 @@ def _by_sample(a: Record, b: Record, sums: str) -> tuple[Ends | None, str]:
     return mean.ends, "" if mean.low is not None else "the samples are too short for an interval"
 
 
-def largest_difference(traces: Traces) -> float | None:
-    """Return the largest difference in a token's NLL, in nats; None without two traces of equal length."""
-    off = token_differences(traces)
-    return None if off is None else float(off.max(initial=0.0))
-
-
 def token_differences(traces: Traces) -> NDArray[np.float64] | None:
     """Return the difference in each token's NLL in nats, 0 where neither trace scored it; None unless lengths are equal."""
     files = [trace for trace in traces if trace is not None]
@@ -156,9 +150,9 @@ def nll(a: Record, b: Record, traces: Traces = (None, None)) -> Difference | Non
     interval = paired(b, a, trend=a.cell_id == b.cell_id)
     if interval is None:
         return Difference.judged("nll", x, y, None, None, mark, "different tokens, or a trend past the training length")
-    largest = largest_difference(traces) if a.cell_id == b.cell_id else None
+    off = token_differences(traces) if a.cell_id == b.cell_id else None
     reasons = ["the text is too short for an interval"] if interval.low is None else []
-    reasons += [f"largest difference of a token: {largest:.2g}"] if largest is not None else []
+    reasons += [f"largest difference of a token: {off.max(initial=0.0):.2g}"] if off is not None else []
     return Difference.judged("nll", x, y, interval.mean, interval.ends, mark, "; ".join(reasons))
 
 

@@ -96,7 +96,7 @@ def policy_table(
     """
     if callable(heads):
         heads = {column: heads(column) for column in sorted({column for _, cells in rows for column in cells})}
-    lines = [{"policy": row_label(r, among), "capacity": count(r.cell.capacity), **cells} for r, cells in rows]
+    lines = [{"policy": row_label(r, among), "capacity": number(r.cell.capacity), **cells} for r, cells in rows]
     return rows_table(lines, None if heads is None else {"policy": "policy", "capacity": "capacity", **heads})
 
 
@@ -125,15 +125,15 @@ def digits(value: float, count: int = 4) -> str:
     return f"{value:,.0f}" if "e+" in text else text
 
 
+def with_ends(figure: float, ends: Sequence[float] | None, form: str, missing: str = " (too short)") -> str:
+    """Format a figure with the ends of its interval, each by `form`; without an interval, with the text `missing`."""
+    return f"{figure:{form}}" + (f" [{ends[0]:{form}}, {ends[1]:{form}}]" if ends else missing)
+
+
 def percent(share: float, ends: Sequence[float] | None = None, unit: str = " %") -> str:
     """Format a share in percent, with the ends of its interval if given."""
-    interval = "" if ends is None else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
+    interval = "" if not ends else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
     return f"{100 * share:.1f}{unit}{interval}"
-
-
-def count(value: Any) -> str:
-    """Format an integer with thousands separators; empty for None."""
-    return f"{value:,}" if isinstance(value, int) else "" if value is None else md(str(value))
 
 
 def in_bytes(value: Any) -> str:

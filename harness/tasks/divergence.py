@@ -25,7 +25,7 @@ from kvbench.harness.records.figure_rules import EXACT, MEAN_NATS, PART_NATS, RU
 from kvbench.harness.records.metrics import Metrics, SampleMetrics
 from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Share
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, policy_table, status, task_line
+from kvbench.harness.report.markdown import cache_bytes, percent, policy_table, status, task_line, with_ends
 from kvbench.harness.tasks.common.samples import SampleOptions, Samples, buckets, samples
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer, Workload
 
@@ -214,16 +214,12 @@ def _row(record: Record) -> dict[str, str]:
     if m is None:
         return {"status": status(record)}
     return {
-        "KL": _with_ends(f"{m.kl:.4g}", m.kl_interval, "{:.4g}"),
-        "top-1 agreement": _with_ends(f"{100 * m.agreement:.1f} %", m.agreement_interval, "{:.1f}", 100),
-        "Δ NLL to dense": _with_ends(f"{m.nll_change:+.4f}", m.nll_change_interval, "{:+.4f}"),
+        "KL": with_ends(m.kl, m.kl_interval, ".4g"),
+        "top-1 agreement": percent(m.agreement, m.agreement_interval),
+        "Δ NLL to dense": with_ends(m.nll_change, m.nll_change_interval, "+.4f"),
         "K/V": cache_bytes(m.kv_bytes),
         "status": status(record),
     }
-
-
-def _with_ends(mean: str, ends: Sequence[float] | None, form: str, scale: float = 1) -> str:
-    return f"{mean} (too short)" if ends is None else f"{mean} [{', '.join(form.format(scale * end) for end in ends)}]"
 
 
 def _by_position(records: Sequence[Record]) -> list[str]:

@@ -24,7 +24,7 @@ from kvbench.harness.records.metrics import Metrics, StepMetrics
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
-from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, md, policy_table, status
+from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, md, number, policy_table, status
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_charts import over_capacity
 from kvbench.harness.report.task_report import Measures, kv_title
@@ -208,7 +208,7 @@ class Latency(Task):
         """Return, per machine, a table of the steady state, its chart over the capacity, and the curve over the stream."""
         task = records[0].cell.task_options(LatencyOptions)
         about = (
-            f"One decode step, {task.batch} stream{'s' if task.batch > 1 else ''}, after {count(task.tokens)} tokens. "
+            f"One decode step, {task.batch} stream{'s' if task.batch > 1 else ''}, after {number(task.tokens)} tokens. "
             "ms/token, or TPOT, is the median with half its 95 % interval; TTFT is the time to the first token of an answer to "
             f"a prompt of {task.prompt:,} tokens. Speed-ups are medians over the rounds that timed both cells, "
             "with their interval: over dense, which caches the whole stream, and over recomputing a window of the same capacity. "

@@ -22,8 +22,7 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.difference import Difference
-from kvbench.harness.report.markdown import by_row, cache_bytes, md, percent, policy_table, status
+from kvbench.harness.report.markdown import by_row, cache_bytes, md, percent, policy_table, status, with_ends
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.lm_eval.lm_eval_options import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
@@ -202,14 +201,9 @@ def _difference(base: Record | None, record: Record) -> str:
     difference = next((d for d in differences(base, record) if d.metric in ("accuracy", "score")), None)
     if difference is None or difference.change is None:
         return ""
-    scale, digits = (1.0, "+.3f") if metrics.weights is not None else (100.0, "+.1f")
-    return f"{format(scale * difference.change, digits)}{_interval(difference, scale, digits)}"
-
-
-def _interval(difference: Difference, scale: float, digits: str) -> str:
-    if difference.low is None or difference.high is None:
-        return ""
-    return f" [{format(scale * difference.low, digits)}, {format(scale * difference.high, digits)}]"
+    scale, form = (1.0, "+.3f") if metrics.weights is not None else (100.0, "+.1f")
+    ends = [scale * end for end in (difference.low, difference.high) if end is not None]
+    return with_ends(scale * difference.change, ends, form, missing="")
 
 
 def _costs(records: Sequence[Record]) -> dict[str, str]:

@@ -16,13 +16,12 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
 from kvbench.harness.records.metrics import Looks, Metrics, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, count, digits, md, policy_table, status
+from kvbench.harness.report.markdown import cache_bytes, digits, md, number, policy_table, status, with_ends
 from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
@@ -169,7 +168,7 @@ def _page(records: Sequence[Record]) -> list[str | Chart]:
     data, options = records[0].data, records[0].cell.task_options(PerplexityOptions)
     prefix, kind, common = len(data.prefix), " newlines" if options.newlines else "", common_tokens(records)
     about = (
-        f"{md(options.name)} on {md(data.source or '?')}, {count(data.tokens)} tokens"
+        f"{md(options.name)} on {md(data.source or '?')}, {number(data.tokens)} tokens"
         f"{f' after a prefix of {prefix}{kind}' if prefix else ''}"
         f"{f', cut into {options.streams} streams' if options.streams else ''}."
     )
@@ -216,7 +215,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
             "Δ NLL to dense": _difference(record, dense),
             "Δ NLL to recompute": _difference(record, recompute.get(record.cell.capacity)),
             kv_title(records): "" if metrics is None else cache_bytes(metrics.kv_bytes),
-            "tokens/s": count(round(record.facts.tokens_per_second or 0)),
+            "tokens/s": number(round(record.facts.tokens_per_second or 0)),
             "status": status(record),
         }
         rows.append((record, cells))
@@ -229,7 +228,7 @@ def _read(record: Record) -> str:
     if metrics is None:
         return ""
     limit = metrics.looks is not None and metrics.looks.reason == "limit reached"
-    return count(record.tokens_read) + (" (limit)" if limit else "")
+    return number(record.tokens_read) + (" (limit)" if limit else "")
 
 
 def _perplexity(record: Record | None) -> str:
@@ -249,15 +248,8 @@ def _difference(record: Record, base: Record | None) -> str:
         return "" if base is None else "0"
     if past_training(base) or past_training(record):
         return "trend"
-    return _signed(paired(record, base))
-
-
-def _signed(difference: Interval | None) -> str:
-    if difference is None:
-        return ""
-    if difference.low is None or difference.high is None:
-        return f"{difference.mean:+.4f} (too short)"
-    return f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
+    difference = paired(record, base)
+    return "" if difference is None else with_ends(difference.mean, difference.ends, "+.4f")
 
 
 def _not_in_chart(records: Sequence[Record], stride: int) -> list[str]:
@@ -276,7 +268,7 @@ def _buckets(records: Sequence[Record], which_tokens: str = "") -> list[str]:
         return []
     rows = [(r, {(b.from_, b.to): digits(math.exp(min(b.nll, 700))) for b in buckets}) for r, buckets in measured]
     length = measured[0][0].facts.training_length
-    trained = f" (training length {count(length)})" if length else ""
+    trained = f" (training length {number(length)})" if length else ""
     about = f"Perplexity by position in the stream{which_tokens}{trained}:\n"
     return [about, *policy_table(rows, records, lambda ends: f"{ends[0]:,} to {ends[1]:,}")]
 

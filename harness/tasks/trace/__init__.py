@@ -18,7 +18,7 @@ from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.markdown import cache_bytes, count, digits, percent, policy_table, status, task_line
+from kvbench.harness.report.markdown import cache_bytes, digits, number, percent, policy_table, status, task_line
 from kvbench.harness.report.rows import short_titles, without_seeds
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
@@ -87,25 +87,28 @@ class Trace(Task):
         )
         return [
             about,
-            *policy_table([(r, _row(r, records)) for r in records], records),
+            *policy_table([(r, _row(r)) for r in records], records),
             *_by_distance(records, "Values said again that are right, by how many words back they were said last:", "reads"),
             *_by_distance(records, "Steps that obey `tell`, by how many words after the prompt they end:", "told"),
             *_still_right(records),
         ]
 
 
-def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
+def _row(record: Record) -> dict[str, str]:
     """Return the cells of a record's row, by heading; empty where a figure does not apply."""
     m, seconds = record.measured(TraceMetrics), record.facts.measured_seconds
     right = None if m is None else m.right
     endings, judgements = (m.endings or {}, m.told) if m else ({}, [])
     return {
         "solved": percent_or_status(record),
-        **{f"pass@{k}": _pass_at(m, k) for k in sorted({p.k for r in records for p in _pass_ats(r)})},
+        **{
+            f"pass@{p.k}": percent(p.share, [end for end in (p.low, p.high) if end is not None], "")
+            for p in (m.pass_at if m else ())
+        },
         "words right": percent(m.word_accuracy) if m and m.word_accuracy is not None else "",
         "first wrong word": _first_wrong(record) if m else "",
-        "final state": count(m.final) if m else "",
-        "ended, looped, cut": ", ".join(count(endings[name]) for name in ("ended", "looped", "cut") if endings),
+        "final state": number(m.final) if m else "",
+        "ended, looped, cut": ", ".join(number(endings[name]) for name in ("ended", "looped", "cut") if endings),
         "told": percent(sum(b.right for b in judgements) / sum(b.count for b in judgements)) if judgements else "",
         "held at the first wrong word": percent(m.held) if m and m.held is not None else "",
         "K/V": cache_bytes(m.kv_bytes) if m else "",
@@ -113,20 +116,6 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
         "s a solved one": digits(seconds / right, 3) if seconds and right else "",
         "status": status(record),
     }
-
-
-def _pass_ats(record: Record) -> Sequence[Any]:
-    metrics = record.measured(TraceMetrics)
-    return metrics.pass_at if metrics else ()
-
-
-def _pass_at(metrics: TraceMetrics | None, k: int) -> str:
-    """Return pass@k in percent, with its interval."""
-    figure = next((p for p in metrics.pass_at if p.k == k), None) if metrics else None
-    if figure is None:
-        return ""
-    ends = None if figure.low is None or figure.high is None else (figure.low, figure.high)
-    return percent(figure.share, ends, "")
 
 
 def first_wrong(metrics: TraceMetrics) -> int | None:
