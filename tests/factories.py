@@ -27,7 +27,7 @@ from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import DataFacts, Facts, Failure, RecordedTrace
 from kvbench.harness.records.types import BadRecordError, Document, Part
-from kvbench.harness.report.task_report import UnknownTask
+from kvbench.harness.report.task_report import TaskReport
 from kvbench.policies import CacheView, Policy, Statistic
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -199,7 +199,7 @@ def made_of_json(whole: dict[str, Any]) -> Record:
     """A record of JSON that may lack, or have wrong, what a test does not care for."""
     whole = {"cell_id": digest(whole["cell"])} | whole
     cell = CellSpec.from_json(whole["cell"])
-    task = plugins.known_task(cell.task.name) or UnknownTask
+    task = plugins.known_task(cell.task.name) or TaskReport
     kinds = PARTS | {"data": task.data_facts}
     if whole["status"] == "ok" and whole.get("metrics"):
         kinds["metrics"] = task.metrics

@@ -14,7 +14,7 @@ import click
 from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, stdout_is_stderr
 from kvbench.harness.cli.terminal import show_closing
 from kvbench.harness.core.durations import about
-from kvbench.harness.core.errors import Exit, UserError
+from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.files import writable
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
@@ -164,9 +164,6 @@ def probe(model: str, out: str, dtype: str) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_model(model_directory(model, None, False), dtype, device)
-    try:
-        scores = write_head_table(loaded, Path(out))
-    except OSError as error:
-        raise UserError(f"{out}: can't be written ({error.strerror})") from error
+    scores = write_head_table(loaded, Path(out))
     best = max(max(row) for row in scores)
     click.echo(f"{out}: {len(scores)} layers of {len(scores[0])} KV heads, the best retrieves {best:.0%}")

@@ -26,10 +26,14 @@ def new_partial(path: Path) -> Path:
     Its name is unique, and no symbolic link is followed.
 
     Raises:
-        OSError: the folder is not writable.
+        OSError: the folder is not writable; the error names `path`.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
-    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o666))
+    try:
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o666))
+    except OSError as error:
+        error.filename = str(path)  # the user knows this name
+        raise
     return partial
 
 

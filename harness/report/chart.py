@@ -265,7 +265,7 @@ def picture(spec: dict[str, Any], path: Path) -> None:
     """Draw a specification to a .png, .svg or .pdf file, on white.
 
     Raises:
-        UserError: the suffix is unknown, or the file can't be written.
+        UserError: the suffix is unknown.
     """
     if path.suffix not in PICTURES:
         raise UserError(f"{path}: a picture is written as {', '.join(PICTURES[:-1])} or {PICTURES[-1]}: change the suffix")
@@ -278,11 +278,8 @@ def picture(spec: dict[str, Any], path: Path) -> None:
         drawn = vl_convert.vegalite_to_pdf(whole, vl_version=VEGA_LITE)
     else:
         drawn = vl_convert.vegalite_to_png(whole, vl_version=VEGA_LITE, scale=2)
-    try:
-        with atomic_write(path, "wb") as file:
-            file.write(drawn)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
+    with atomic_write(path, "wb") as file:
+        file.write(drawn)
 
 
 def config(theme: str) -> dict[str, Any]:

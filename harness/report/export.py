@@ -125,7 +125,7 @@ def write(records: Sequence[Record], path: Path) -> int:
     """Write the table as Parquet or CSV, by the file's suffix. Return the number of columns.
 
     Raises:
-        UserError: the suffix is unknown, or the file can't be written.
+        UserError: the suffix is unknown.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -137,11 +137,8 @@ def write(records: Sequence[Record], path: Path) -> int:
         flat = [{_defused(name): _defused(value) for name, value in row.items()} for row in flat]
     columns = {name: _column([row.get(name) for row in flat]) for name in dict.fromkeys(k for row in flat for k in row)}
     table = pa.table(columns)
-    try:
-        with atomic_write(path, "wb") as file:
-            (parquet.write_table if path.suffix == ".parquet" else csv.write_csv)(table, file)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
+    with atomic_write(path, "wb") as file:
+        (parquet.write_table if path.suffix == ".parquet" else csv.write_csv)(table, file)
     return len(columns)
 
 

@@ -156,7 +156,7 @@ def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf
         format: pdf, svg or png.
 
     Raises:
-        UserError: the format is unknown, or a file can't be written.
+        UserError: the format is unknown.
     """
     target = Path(folder).expanduser()
     target.mkdir(parents=True, exist_ok=True)

@@ -77,14 +77,10 @@ class TaskReport:
         return [task_line(records[0]), *policy_table(rows, records, heads)]
 
 
-class UnknownTask(TaskReport):
-    """Substitute for a task that is not installed."""
-
-
 def task_of(record: Record) -> type[TaskReport]:
-    """Return the task of a record, by its name."""
+    """Return the task of a record, by its name; `TaskReport` itself for a task that is not installed."""
     task: type[TaskReport] | None = plugins.known_task(record.cell.task.name)
-    return UnknownTask if task is None else task
+    return task or TaskReport
 
 
 def kv_title(records: Iterable[Record]) -> str:

@@ -189,14 +189,11 @@ def write_replay(record: Record, kept: Map, path: Path) -> None:
     """Write the table of evictions that the policy `replay` reads.
 
     Raises:
-        UserError: the map can't be replayed, or the file can't be written.
+        UserError: the map can't be replayed.
     """
     if kept.stream.any():
         raise UserError("only a map of one stream can be replayed: measure it with --set streams=1")
     evicted = evictions(kept)
     table = {"evicted": torch.from_numpy(evicted), "capacities": replayable_capacities(record, evicted)}
-    try:
-        with atomic_write(path, "wb") as file:
-            torch.save(table, file)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
+    with atomic_write(path, "wb") as file:
+        torch.save(table, file)
