@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from factories import cell_record, edit, record
+from factories import cell_record, changed, edit, record
 
 from kvbench.harness.report import paper
 from kvbench.harness.report.doubts import faults
 from kvbench.harness.report.feed import feed
-from kvbench.harness.report.rows import rows
+from kvbench.harness.report.rows import rows, without_seeds
 from kvbench.harness.report.sections import section
 
 
@@ -132,6 +132,12 @@ def test_failures_have_names():
         ["perplexity failed: NaN: NLL is not finite at 5"],
         ["unsettled"],
     ]
+
+
+def test_seeds_of_a_policy_are_pooled_and_its_formats_are_not():
+    kv = {"codec": "int8", "group": 32, "exempt": {"sinks": 0, "recent": 0}}
+    records = [changed(record(), cell=cell) for cell in ({"seed": 0}, {"seed": 1}, {"kv": kv})]
+    assert without_seeds(records) == [records[:2], records[2:]]
 
 
 def sink(sinks: int, perplexity: float, **changes):

@@ -73,22 +73,18 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
         records: records of one section, measured on one machine.
         machine: name of the machine, if the section has several.
     """
-    timed = [(r, m) for r in records if (m := r.measured(StepMetrics))]
-    bounded = [r for r, _ in timed if r.cell.capacity is not None]
-    if len({r.cell.capacity for r in bounded}) < 2:
+    timed = [(r, float(f"{m.step_ms:.4g}")) for r in records if (m := r.measured(StepMetrics))]
+    bounded = [(r, ms) for r, ms in timed if r.cell.capacity is not None]
+    capacities = sorted({r.cell.capacity or 0 for r, _ in bounded})
+    if len(capacities) < 2:
         return []
-    names = dict(zip(map(id, bounded), short_titles(bounded), strict=True))
-    values = [
-        {"policy": names[id(r)], "capacity": r.cell.capacity, "ms": float(f"{m.step_ms:.4g}")}
-        for r, m in timed
-        if r.cell.capacity is not None
-    ]
-    unbounded = [{"policy": r.cell.policy, "ms": float(f"{m.step_ms:.4g}")} for r, m in timed if r.cell.capacity is None]
-    capacities = sorted({c for r in bounded if (c := r.cell.capacity) is not None})
+    names = short_titles([r for r, _ in bounded])
+    values = [{"policy": n, "capacity": r.cell.capacity, "ms": ms} for n, (r, ms) in zip(names, bounded, strict=True)]
+    unbounded = [{"policy": r.cell.policy, "ms": ms} for r, ms in timed if r.cell.capacity is None]
     y = chart.log_axis("ms", "ms per token", padding=12)
     encoding = {"x": chart.log_axis("capacity", "capacity, tokens", base=2, padding=16, format=",d", values=capacities), "y": y}
-    dense = [r.cell.policy for r, _ in timed if r.cell.capacity is None]
-    pairs = [*((names[id(r)], r.cell.policy) for r in bounded), *zip(dense, dense, strict=True)]
+    pairs = [(name, r.cell.policy) for name, (r, _) in zip(names, bounded, strict=True)]
+    pairs += [(r.cell.policy, r.cell.policy) for r, _ in timed if r.cell.capacity is None]
     level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": unbounded}}
     levels = [level | {"encoding": {"y": y, "color": chart.by_policy("color", pairs)}}] if unbounded else []
     spec = {"width": 560, "height": 260, "layer": [policy_lines(values, encoding, pairs, point={"size": 60}), *levels]}
