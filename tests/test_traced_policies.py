@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import DEVICE, model_of, nll
-from factories import MODES, needs_compiler, needs_triton, slots_for
+from factories import MODES, Odd, needs_compiler, needs_triton, slots_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -38,9 +38,10 @@ POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1)]
 
 
 @cache
-def one_layer() -> Model:
-    """Every layer takes Triton's interpreter seconds."""
-    return adopt(tiny_model("llama", vocab_size=96, num_hidden_layers=1).to(DEVICE))
+def small(family: str) -> Model:
+    """Every layer takes Triton's interpreter seconds, and a window of 6 tokens is passed soon."""
+    sizes = {"llama": {"num_hidden_layers": 1}, "mistral": {"sliding_window": 6}}.get(family, {})
+    return adopt(tiny_model(family, vocab_size=96, **sizes).to(DEVICE))
 
 
 def by_rank(slots: Slots, state: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def check(
     No token comes twice in a stream: in the first layer, two beyond the limit of mode `clamped` would tie but for rounding.
     """
     generator = torch.Generator().manual_seed(1)
-    model = one_layer() if module is cuda else model_of(family)
+    model = small(family) if module is cuda else model_of(family)
     tokens = torch.stack([torch.randperm(96, generator=generator) for _ in range(streams)])[:, : prompt + sum(sizes)].to(DEVICE)
     config = CacheConfig(policy, capacity, mode, LIMIT, seed=2**40 + 5, evict=every)
     with pytest.MonkeyPatch.context() as patch:
@@ -144,9 +145,24 @@ def test_some_heads_of_a_layer_in_c_are_the_plain_ones(number):
 
 @pytest.mark.slow("takes seconds")
 @needs_triton
-@pytest.mark.parametrize(("policy", "mode"), list(zip(POLICIES, MODES, strict=False)), ids=str)
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        *zip(POLICIES, MODES, strict=False),
+        *[(Odd(), "cache"), (H2O(), "stream"), (SinkWindow(2), "clamped"), (Random(), "cache")],
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
 def test_walks_and_steps_in_triton_are_the_plain_ones(policy, mode):
     check(policy, 5, [3, 3, 1, 1], mode=mode, module=cuda)
+
+
+@pytest.mark.slow("takes seconds")
+@needs_triton
+@pytest.mark.parametrize("family", ["gpt_neox", "deepseek_v3", "smollm3", "mistral"])
+def test_odd_shapes_in_triton(family):
+    """Covers partial RoPE, K and V of different dims, no RoPE, a sliding window, one query head per KV head."""
+    check(H2O(), 7, [5, 4, 1, 1], family=family, module=cuda)
 
 
 @needs_compiler
