@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, nll
+from conftest import DEVICE, FAMILIES, model_of, nll
 from factories import MODES, Odd, needs_compiler, needs_triton, slots_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,8 @@ from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 
 LIMIT = 9  # tokens; the largest distance of mode `clamped`
-POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1)]
+VARIANTS = [H2O(normalise="age"), H2O(normalise="visible"), Random(sinks=1, window=2), Random(keep_prompt=True)]
+POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1), *VARIANTS]
 
 
 @cache
@@ -63,16 +65,17 @@ def check(
     prompt: int = 0,
     family: str = "llama",
     module: ModuleType = cpu,
+    seed: int = 2**40 + 5,
     offers: Sequence[str] = ("compiled walk", "step kernel"),
 ) -> None:
-    """A prompt, blocks and single tokens by kernels are those of the plain walk: the tokens kept, NLL and statistics.
+    """A prompt, blocks and single tokens by kernels are those of the plain walk: the tokens kept, NLL, statistics, and a fork's.
 
     No token comes twice in a stream: in the first layer, two beyond the limit of mode `clamped` would tie but for rounding.
     """
     generator = torch.Generator().manual_seed(1)
     model = small(family) if module is cuda else model_of(family)
     tokens = torch.stack([torch.randperm(96, generator=generator) for _ in range(streams)])[:, : prompt + sum(sizes)].to(DEVICE)
-    config = CacheConfig(policy, capacity, mode, LIMIT, seed=2**40 + 5, evict=every)
+    config = CacheConfig(policy, capacity, mode, LIMIT, seed, evict=every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(choose._MODULES, DEVICE.type, module)
         fast, plain = (CachedDecoder(model, config, streams, method) for method in (KERNELS, TOKEN_BY_TOKEN))
@@ -88,11 +91,13 @@ def check(
         for statistic, state in ours.slots.tensors.states.items():
             expected = by_rank(theirs.slots, theirs.slots.tensors.states[statistic])
             torch.testing.assert_close(by_rank(ours.slots, state), expected, atol=1e-4, rtol=1e-4)
+    if module is cpu:
+        torch.testing.assert_close(fast.fork(range(streams))(tokens[:, :3]), plain(tokens[:, :3]), atol=3e-4, rtol=0)
 
 
 @pytest.mark.slow("many drawn cases")
 @needs_compiler
-@settings(max_examples=50)
+@settings(max_examples=70)
 @given(
     policy=st.sampled_from(POLICIES),
     capacity=st.sampled_from([4, 7, 12, 20]),  # few, because a compiler builds a walk for each
@@ -101,12 +106,22 @@ def check(
     streams=st.integers(1, 3),
     mode=st.sampled_from(MODES),
     prompt=st.sampled_from([0, 0, 5, 21]),
-    family=st.sampled_from(["llama", "gpt_neox"]),
+    family=st.sampled_from(FAMILIES),
+    seed=st.integers(-3, 2**40),
 )
-def test_walks_and_steps_in_c_are_the_plain_ones(policy, capacity, every, sizes, streams, mode, prompt, family):
+def test_walks_and_steps_in_c_are_the_plain_ones(policy, capacity, every, sizes, streams, mode, prompt, family, seed):
     """With statistics of any kind, first values, a prompt, and evictions of several tokens at once."""
-    policy = H2O(1) if isinstance(policy, H2O) else SinkWindow(1, capacity - 1) if isinstance(policy, SinkWindow) else policy
-    check(policy, capacity, [*sizes, 1], streams, mode, every, prompt, family)
+    if isinstance(policy, H2O):
+        policy = replace(policy, window=1)
+    elif isinstance(policy, SinkWindow):
+        policy = SinkWindow(1, capacity - 1)
+    check(policy, capacity, [*sizes, 1], streams, mode, every, prompt, family, seed=seed)
+
+
+@needs_compiler
+@pytest.mark.parametrize("policy", [H2O(1), Random()], ids=lambda p: type(p).__name__)
+def test_walks_and_steps_in_c_under_a_sliding_window_are_the_plain_ones(policy):
+    check(policy, 12, [15, 18, 1, 20, 1], 2, family="mistral")
 
 
 ROTATION = Rotation(100.0 ** (-torch.arange(4, dtype=torch.float64) / 4), torch.arange(8), 0)
