@@ -40,7 +40,6 @@ MODES = ["cache", "stream", "clamped"]
 # The design demands 1e-5. That holds in float64, where no rounding can hide a mistake; float32 gets 1e-4, because
 # two orders of the same sums already differ by 1e-5 in logits of size 6.
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}
-BOTH = pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 needs_compiler = pytest.mark.skipif(
     DEVICE.type != "cpu" or shutil.which("cc") is None, reason="compiled walks are for CPUs and need a C compiler"
 )

@@ -11,14 +11,12 @@ import pytest
 import torch
 from conftest import model_of, tokens_of
 from factories import CLOSE, MODES, uniform_number
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from listed_budgets import by_distance_from_mean, by_key_norm, by_mass, run
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN
+from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.policies import CacheView, Composed, HeadSizes, KeyNorm, Policy, RecentAttention, Seen, Statistic, Written
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -193,44 +191,6 @@ def test_a_prompt_that_is_cut_once_and_grows_equals_the_lists(worth, mode, kind)
     check(model, tokens, config, reference, (5,), TOKEN_BY_TOKEN, prompt=prompt)
     going_on = run(model, tokens, **how)
     check(model, tokens, CacheConfig(policy, CAPACITY, mode, 40), going_on, (1, 4, 1), prompt=prompt)
-
-
-@pytest.mark.slow("many drawn cases")
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_any_budgets_any_cadence_any_block_in_any_batch(data):
-    """Streams side by side keep what each keeps alone, and that is what the lists keep."""
-    model, streams = model_of("llama", DOUBLE), data.draw(st.integers(1, 2), "streams")
-    capacity, every = data.draw(st.integers(5, 12), "capacity"), data.draw(st.integers(1, 9), "every")
-    length, size = data.draw(st.integers(14, 40), "length"), data.draw(st.integers(1, 17), "block")
-    policy, of_lists = WORTH[data.draw(st.sampled_from(list(WORTH)), "worth")]
-    heads, floor = heads_of(model), None
-    table = even(capacity, 2, heads)
-    kind = data.draw(st.sampled_from(["even", "table", "pooled"]), "kind")
-    if kind == "table":
-        shift = data.draw(st.integers(0, capacity - 5), "shift")
-        table[0][0], table[1][0] = capacity + shift, capacity - shift
-        policy = Tabled(policy, tuple(map(tuple, table)))
-    elif kind == "pooled":
-        floor = data.draw(st.integers(4, capacity), "floor")
-        policy = Pooled(policy, floor)
-    tokens = tokens_of(length, streams, seed=data.draw(st.integers(0, 3), "seed"))
-    read = CachedDecoder(model, CacheConfig(policy, capacity, evict=every), streams)
-    ours = torch.cat([read(block) for block in tokens.split(size, 1)], 1)
-    for stream in range(streams):
-        reference = run(model, tokens[stream : stream + 1], worth=of_lists, table=table, every=every, floor=floor)
-        assert [layer[stream] for layer in read.kept()] == reference.kept[-1]
-        torch.testing.assert_close(ours[stream : stream + 1], reference.logits, atol=CLOSE[DOUBLE], rtol=0)
-
-
-@pytest.mark.parametrize("policy", [H2O(4), SmallKeys(), Apart(), Random()], ids=str)
-def test_equal_budgets_and_every_1_are_the_same_cell(policy):
-    model, tokens = model_of("llama"), tokens_of(LENGTH)
-    table = tuple(map(tuple, even(CAPACITY, 2, heads_of(model))))
-    plain, same = (CachedDecoder(model, CacheConfig(p, CAPACITY), method=PLAIN_WALK) for p in (policy, Tabled(policy, table)))
-    for block in tokens.split(6, 1):
-        assert torch.equal(plain(block), same(block))
-    assert plain.kept() == same.kept()
 
 
 def test_random_numbers_belong_to_the_head_of_the_model_also_where_heads_live_apart():
