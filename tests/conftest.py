@@ -130,6 +130,14 @@ def machine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every policy that evicts, by name."""
+    from every_policy import instances
+
+    return instances(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="session")
 def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two books of generated text."""
     folder = tmp_path_factory.mktemp("books")

@@ -160,14 +160,6 @@ def test_chunks_of_a_walk_in_graphs(monkeypatch, replayable):
         assert is_refused(found, "walk in graphs", "walk_graphs", OTHERS)
 
 
-@needs_compiler
-def test_a_step_kernel_with_other_outputs(monkeypatch):
-    wrapped(monkeypatch, cpu.CpuStepKernel, "__call__", lambda plain, *args: 1.01 * plain(*args))
-    found = fast_method(model_of("llama"), HEAVY)
-    assert is_refused(found, "step kernels", "step_kernel")
-    assert found.method.walk_kernel
-
-
 @pytest.mark.fast
 @needs_compiler
 def test_a_compiled_walk_that_evicts_other_tokens(monkeypatch):

@@ -139,20 +139,6 @@ def test_a_dense_cache_equals_the_authors_rule(codec, keys):
     refuse_unequal(Kivi(codec.name, codec.group, keys=keys, residual=codec.residual), 40, 7)
 
 
-@pytest.mark.slow("many drawn cases")
-@settings(max_examples=15)
-@given(
-    name=st.sampled_from(["kivi4", "kivi2"]),
-    group=st.sampled_from([4, 8]),
-    groups=st.integers(1, 3),
-    length=st.integers(2, 60),
-    size=st.integers(2, 60),
-    keys=st.sampled_from(["unrotated", "rotated"]),
-)
-def test_any_dense_cache_equals_the_authors_rule(name, group, groups, length, size, keys):
-    refuse_unequal(Kivi(name, group, keys=keys, residual=groups * group), length, size)
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("policy", [SnapKV(window=4), Random(), AdaKV(SnapKV(window=4))], ids=lambda p: type(p).__name__)
 def test_what_is_kept_of_a_prompt_is_coded_in_the_order_of_arrival(policy, codec):

@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations
 
 import lm_eval.tasks
 import numpy as np
@@ -31,7 +31,7 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.aggregates import pass_at, pass_sizes, sample_figures
+from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
@@ -426,15 +426,6 @@ def test_lm_evals_own_command_draws_the_same_answers(capsys, tmp_path, monkeypat
     said = {line["doc_id"]: line["resps"][0][0] for line in map(json.loads, file.read_text().splitlines())}
     trace = json_lines(RecordStore(tmp_path / "results-sample_seed=3").trace_path(record, ".samples.jsonl"))
     assert said == {line["question"]: line["said"][0] for line in trace}
-
-
-@pytest.mark.parametrize("number", [1, 2, 7, 8])
-def test_pass_at_k_counts_choices(number):
-    """By hand: all choices of k answers, of c right ones and the others wrong."""
-    for k, right in product(range(1, number + 1), range(number + 1)):
-        choices = [any(c) for c in combinations([i < right for i in range(number)], k)]
-        assert pass_at(np.array([float(right)]), number, k)[0] == pytest.approx(sum(choices) / len(choices))
-    assert pass_sizes(number) == {1: [1], 2: [1, 2], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}[number]
 
 
 def test_a_task_in_the_chat_template_asks_other_questions(chatting):
