@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
 from kvbench.harness.core.codec import Codec
@@ -179,20 +176,9 @@ def test_a_mistake_in_an_axis_is_one_line_with_its_place(tmp_path, entry, change
 def test_a_share_of_the_prompt_is_the_cell_of_as_many_tokens(tmp_path):
     shares = load(tmp_path, GOOD.replace("[8, 16]", "{share: [0.2, 0.4]}"))
     assert [c.id for c in shares] == [c.id for c in load(tmp_path)]
-
-
-@given(st.integers(1, 100_000), st.integers(1, 1000))
-@example(100, 290)
-def test_a_share_is_rounded_down_exactly(prompt, thousandths):
-    """Not by float: 0.29 x 100 is 28.999999999999996."""
-    from kvbench.harness.suite.entries import _of_prompt
-
-    expected = int(Fraction(thousandths, 1000) * prompt)
-    if expected:
-        assert _of_prompt(thousandths / 1000, prompt) == expected
-    else:
-        with pytest.raises(ValueError, match="less than one token"):
-            _of_prompt(thousandths / 1000, prompt)
+    text = GOOD.replace("tokens: 100, prompt: 40", "tokens: 200, prompt: 100")
+    cell = load(tmp_path, text.replace("[8, 16]", "{share: 0.29}"))[-1]
+    assert cell.capacity == 29, "rounded down exactly: as floats 0.29 x 100 is 28.999999999999996"
 
 
 @pytest.mark.parametrize(("evict", "spare"), [("step", 1), ("prompt", 1), ("{every: 7}", 7)])

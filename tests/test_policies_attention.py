@@ -18,15 +18,23 @@ from kvbench.harness.engine.method import TOKEN_BY_TOKEN
 from kvbench.harness.run.head_table import retrieval_scores
 from kvbench.policies.cake import Cake
 from kvbench.policies.chunkkv import ChunkKV
+from kvbench.policies.criticalkv import CriticalKV
+from kvbench.policies.cur import CUR
+from kvbench.policies.expected_attention import ExpectedAttention
 from kvbench.policies.fastgen import FastGen
 from kvbench.policies.finch import Finch
 from kvbench.policies.h2o import H2O
+from kvbench.policies.keydiff import KeyDiff
+from kvbench.policies.knorm import Knorm
+from kvbench.policies.lagkv import LagKV
+from kvbench.policies.leverage import Leverage
 from kvbench.policies.random import Random
 from kvbench.policies.rkv import RKV
 from kvbench.policies.roco import RoCo
 from kvbench.policies.scissorhands import Scissorhands
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.tova import Tova
+from kvbench.policies.triattention import TriAttention
 
 pytestmark = pytest.mark.fast
 
@@ -165,6 +173,16 @@ def test_a_prompt_longer_than_the_cache_is_sampled():
         (Finch(window=9), 8, "question of 9"),
         (ChunkKV(SnapKV(window=8)), 8, "window 8"),
         (RKV(attention=2.0), 8, "attention 2.0"),
+        (Knorm(4, 4), 8, "sinks 4 + window 4 + at least 1 other token"),
+        (KeyDiff(window=8), 8, "window 8 + at least 1 other token"),
+        (LagKV(lag=0), 8, "lag 0 is below 1"),
+        (CUR(sinks=9), 8, "sinks 9 + at least 1 other token"),
+        (Leverage(regularisation=0), 8, "regularisation 0 above 0"),
+        (ExpectedAttention(sinks=8), 8, "sinks 8 + at least 1 other token"),
+        (ExpectedAttention(horizon=0), 8, "horizon 0 is below 1"),
+        (CriticalKV(first=8), 8, "first 8 + at least 1 other token"),
+        (TriAttention(keep_prompt=8), 8, "keep_prompt 8 + at least 1 other token"),
+        (TriAttention(horizon=0), 8, "horizon 0 is below 1"),
     ],
 )
 def test_what_a_capacity_can_not_hold_is_refused(policy, capacity, word):

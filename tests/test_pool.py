@@ -9,8 +9,6 @@ import pytest
 import torch
 from conftest import DEVICE, model_of, tokens_of
 from factories import CLOSE, MODES, check_streams_are_read_alone, needs_compiler
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from listed_budgets import run
 from test_budgets import DOUBLE, WORTH, AtPrompt, Pooled, SmallKeys, even
 
@@ -70,25 +68,6 @@ def step_by_step(read: CachedDecoder, tokens: torch.Tensor, size: int = 1) -> to
 def small_pages(monkeypatch):
     """Pages of 4, so that short streams fill several."""
     monkeypatch.setattr(slots_module, "PAGE", 4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_rows_close_up(data):
-    """With and without waiting for the device: what is left lies in the first slots, and nothing is lost or copied twice."""
-    rows, slots = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-    count = torch.tensor([[data.draw(st.integers(1, slots))] for _ in range(rows)])
-    victims = torch.tensor([[data.draw(st.booleans()) for _ in range(slots)] for _ in range(rows)]) & (
-        torch.arange(slots) < count
-    )
-    left = count - victims.sum(-1, keepdim=True)
-    last = torch.arange(slots) >= left
-    holes, movers = victims & ~last, last & ~victims & (torch.arange(slots) < count)
-    for row, into, out_of in (pool.moves(victims, count, slots), pool._padded_moves(holes, movers, count, slots)):
-        held = torch.arange(slots).repeat(rows, 1)
-        held[row, into] = held[row, out_of]
-        for at in range(rows):
-            assert sorted(held[at, : left[at]].tolist()) == [s for s in range(count[at]) if not victims[at, s]]
 
 
 @cache
