@@ -75,16 +75,6 @@ def test_the_record_agrees_with_its_trace(ran):
 
 
 @pytest.mark.slow("measures suites")
-def test_blocks_and_token_by_token_give_the_same_trace(ran, model_dir, text_dir, tmp_path):
-    folder, _ = ran
-    done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--block", 1, "--policy", "h2o", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (one,) = (np.load(p) for p in tmp_path.rglob("*h2o*.npy"))
-    (many,) = (np.load(p) for p in folder.rglob("*h2o*.npy"))
-    np.testing.assert_allclose(one, many, atol=1e-4)
-
-
-@pytest.mark.slow("measures suites")
 def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text_dir):
     folder, _ = ran
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "window")

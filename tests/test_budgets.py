@@ -84,7 +84,7 @@ class Pooled(Composed):
     scope = "layer"
 
     def pool_floor(self, capacity: int) -> int:
-        return min(self.floor, capacity)
+        return self.floor
 
 
 @dataclass(frozen=True)
@@ -309,6 +309,8 @@ def test_what_cannot_be_is_said_in_one_line():
     ):
         with pytest.raises(ValueError, match=word):
             CachedDecoder(model, CacheConfig(Tabled(H2O(2), tuple(map(tuple, table))), CAPACITY))
+    with pytest.raises(ValueError, match="at least 10 tokens each, where they keep 9 on average"):
+        CachedDecoder(model, CacheConfig(Pooled(H2O(2), CAPACITY + 1), CAPACITY))
     with pytest.raises(ValueError, match="no prompt"):
         CachedDecoder(model, CacheConfig(H2O(), CAPACITY, evict="prompt"))(tokens)
     with pytest.raises(ValueError, match="1 or more"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from factories import CLOSE, chooser, uniform_number
+from factories import CLOSE, MODES, chooser, uniform_number
 from reference import Held, ListBackend, oldest
 from torch import Tensor
 
@@ -176,13 +176,18 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "merge"), RULES, ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("size", [1, 40])
-def test_a_rule_computes_what_plain_lists_compute(policy, merge, size):
+@pytest.mark.parametrize(
+    ("policy", "merge", "mode"),
+    [*((policy, merge, "stream") for policy, merge in RULES), *((*rule, mode) for rule in RULES[:4] for mode in MODES[::2])],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)  # D2O merges keys, which have a position in the stream alone
+@pytest.mark.parametrize(("size", "every"), [(1, 1), (40, 1), (10, 5)])
+def test_a_rule_computes_what_plain_lists_compute(policy, merge, mode, size, every):
+    """Also where several tokens go at once."""
     tokens = tokens_of(40)
-    ours, theirs = read_by(policy, tokens, size), by_lists(policy, merge, tokens)
-    assert (ours - theirs).abs().max() < CLOSE[DOUBLE]
-    assert (ours - read_by(policy.score, tokens, size)).abs().max() > 1e-3, "nothing was merged"
+    ours = read_by(policy, tokens, size, mode, evict=every)
+    assert (ours - by_lists(policy, merge, tokens, mode, every=every)).abs().max() < CLOSE[DOUBLE]
+    assert (ours - read_by(policy.score, tokens, size, mode, evict=every)).abs().max() > 1e-3, "nothing was merged"
 
 
 @pytest.mark.parametrize(("policy", "merge"), RULES[3:5], ids=lambda x: type(x).__name__)
@@ -198,13 +203,6 @@ def test_cam_drops_a_prompt_that_is_cut_once(policy):
     ours, dropped = (read_by(x, tokens, 10, prompt=30, evict="prompt") for x in (policy, policy.score))
     assert (ours - dropped).abs().max() < CLOSE[DOUBLE]
     assert (read_by(policy, tokens, 10, prompt=30) - read_by(policy.score, tokens, 10, prompt=30)).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(("policy", "merge"), RULES, ids=lambda x: type(x).__name__)
-def test_several_tokens_are_merged_at_once(policy, merge):
-    tokens = tokens_of(40)
-    ours = read_by(policy, tokens, 10, evict=5)
-    assert (ours - by_lists(policy, merge, tokens, every=5)).abs().max() < CLOSE[DOUBLE]
 
 
 @pytest.mark.parametrize(("policy", "merge"), RULES[-2:], ids=lambda x: x.variant)
@@ -230,14 +228,6 @@ def layer_budgets(tokens: Tensor) -> list[int]:
         shares.append(math.exp(-sum(scaled) / 2))
     first = round(2 * CAPACITY * shares[0] / sum(shares))
     return [first, 2 * CAPACITY - first]
-
-
-@pytest.mark.parametrize("mode", ["cache", "stream", "clamped"])
-@pytest.mark.parametrize(("policy", "merge"), RULES[:4], ids=lambda x: type(x).__name__)
-def test_merged_values_serve_every_position_mode(policy, merge, mode):
-    tokens = tokens_of(40)
-    ours = read_by(policy, tokens, 7, mode)
-    assert (ours - by_lists(policy, merge, tokens, mode)).abs().max() < CLOSE[DOUBLE]
 
 
 @pytest.mark.parametrize("evict", [1, 5, "prompt"])
