@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
-from reference import after_sinks, by_number, lightest, oldest
+from reference import after_sinks, by_mass, by_number, by_position
 from torch import Tensor
 
 from kvbench.harness.core import plugins
@@ -290,14 +290,14 @@ def uniform_number(layer: int, head: int, position: int, seed: int) -> float:
     return float(view.uniform()[0, head, 0])
 
 
-def chooser(policy: Policy, capacity: int, seed: int):
-    """The list-based version of a policy's choice."""
+def worth_of(policy: Policy, capacity: int, seed: int):
+    """What the list-based version of a policy holds a token for."""
     bound = policy.bind(capacity)
     if isinstance(bound, SinkWindow):
         return after_sinks(bound.sinks)
     if isinstance(bound, H2O):
-        return lightest(bound.window)
-    return oldest if isinstance(bound, Window) else by_number(lambda *at: uniform_number(*at, seed))
+        return by_mass(bound.window)
+    return by_position if isinstance(bound, Window) else by_number(lambda *at: uniform_number(*at, seed))
 
 
 @dataclass(frozen=True)

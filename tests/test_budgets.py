@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import model_of, tokens_of
 from factories import CLOSE, MODES, uniform_number
-from listed_budgets import by_distance_from_mean, by_key_norm, by_mass, run
+from reference import budgeted, by_distance_from_mean, by_key_norm, by_mass
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
@@ -137,7 +137,8 @@ def heads_of(model) -> int:
 @pytest.mark.parametrize(("worth", "every", "mode"), in_pairs([1, 2, 5, 16]))
 def test_evicting_several_at_once_equals_the_lists(worth, every, mode):
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
-    reference = run(model, tokens, mode=mode, limit=12, worth=of_lists, table=even(CAPACITY, 2, heads_of(model)), every=every)
+    table = even(CAPACITY, 2, heads_of(model))
+    reference = budgeted(model, tokens, mode=mode, limit=12, worth=of_lists, table=table, every=every)
     for method, sizes in ((EAGER, (7, 1, 1, 12)), (TOKEN_BY_TOKEN, (10,))):
         check(model, tokens, CacheConfig(policy, CAPACITY, mode, 12, evict=every), reference, sizes, method)
 
@@ -148,7 +149,7 @@ def test_a_table_of_budgets_equals_the_lists(worth, every):
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
     heads = heads_of(model)
     table = [[CAPACITY + 4, *[CAPACITY] * (heads - 1)], [CAPACITY - 3, *[CAPACITY] * (heads - 2), CAPACITY - 1]]
-    reference = run(model, tokens, worth=of_lists, table=table, every=every)
+    reference = budgeted(model, tokens, worth=of_lists, table=table, every=every)
     config = CacheConfig(Tabled(policy, tuple(map(tuple, table))), CAPACITY, evict=every)
     for method, sizes in ((EAGER, (7, 1, 1, 12)), (FASTEST, (7, 1, 1, 12))):
         check(model, tokens, config, reference, sizes, method)
@@ -164,7 +165,7 @@ def test_a_table_of_budgets_equals_the_lists(worth, every):
 def test_heads_that_compete_equal_the_lists(worth, every, floor, mode):
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
     table = even(CAPACITY, 2, heads_of(model))
-    reference = run(model, tokens, mode=mode, worth=of_lists, table=table, every=every, floor=floor)
+    reference = budgeted(model, tokens, mode=mode, worth=of_lists, table=table, every=every, floor=floor)
     counts = {len(head) for kept in reference.kept[CAPACITY + every :: every] for layer in kept for head in layer}
     assert worth == "h2o" or len(counts) > 1, "nobody won"
     check(model, tokens, CacheConfig(Pooled(policy, floor), CAPACITY, mode, evict=every), reference, (7, 1, 1, 12))
@@ -185,11 +186,11 @@ def test_a_prompt_that_is_cut_once_and_grows_equals_the_lists(worth, mode, kind)
         table = policy.prompt_budgets([CacheView(torch.zeros(1, heads, 1), *[None] * 8)] * 2, CAPACITY)[0].tolist()
         assert len({n for row in table for n in row}) > 1
     how = {"mode": mode, "limit": 40, "worth": of_lists, "table": table, "floor": floor, "prompt": prompt}
-    reference = run(model, tokens, **how, grows=True)
+    reference = budgeted(model, tokens, **how, grows=True)
     config = CacheConfig(policy, CAPACITY, mode, 40, evict="prompt")
     check(model, tokens, config, reference, (1, 4, 1), prompt=prompt)
     check(model, tokens, config, reference, (5,), TOKEN_BY_TOKEN, prompt=prompt)
-    going_on = run(model, tokens, **how)
+    going_on = budgeted(model, tokens, **how)
     check(model, tokens, CacheConfig(policy, CAPACITY, mode, 40), going_on, (1, 4, 1), prompt=prompt)
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
-from factories import CLOSE, MODES, POLICIES, SETTINGS, chooser
+from factories import CLOSE, MODES, POLICIES, SETTINGS, worth_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import ListBackend
@@ -81,7 +81,7 @@ def test_policies_equal_the_list_based_reference(family, policy, mode):
     """Exactly the same positions are kept at every step, and the logits are the same."""
     dtype = torch.float64
     model, tokens, capacity, limit = model_of(family, dtype), tokens_of(48), 9, 12
-    reference = ListBackend(model, chooser(policy, capacity, 5), capacity, mode, limit)
+    reference = ListBackend(model, worth_of(policy, capacity, 5), capacity, mode, limit)
     theirs = reference.run(tokens)
     read = CachedDecoder(model, CacheConfig(policy, capacity, mode, limit, seed=5))
     for t in range(48):

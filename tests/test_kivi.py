@@ -10,7 +10,7 @@ from conftest import in_blocks, model_of, tokens_of
 from factories import check_streams_are_read_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Held, WideLists
+from reference import Held, WideLists, by_position
 from torch import Tensor
 
 from kvbench.harness.core.codec import Kivi
@@ -123,7 +123,7 @@ def refuse_unequal(codec: Kivi, length: int, size: int) -> None:
     """Compare a dense cache, read in steps, in blocks and by the plain walk, with lists."""
     model, tokens = model_of("llama", torch.float64), tokens_of(length)
     mode = "stream" if codec.keys == "rotated" else "cache"
-    lists = KiviLists(model, lambda *_: 0, length, mode, codec=codec)
+    lists = KiviLists(model, by_position, length, mode, codec=codec)
     theirs = lists.run(tokens)
     held = sum(bytes_held(len(x), codec, model.layers[0].key_dim, 8) for x in lists.held.values())
     for method, block in ((FASTEST, 1), (FASTEST, size), (TOKEN_BY_TOKEN, size)):
@@ -151,7 +151,7 @@ def test_what_is_kept_of_a_prompt_is_coded_in_the_order_of_arrival(policy, codec
         read.read_prompt(tokens[:, :40], 7 if read is split else 40)
     assert coded.kept() == plain.kept()
     held = 0
-    lists = KiviLists(model, lambda *_: 0, 1000, "cache", codec=codec)
+    lists = KiviLists(model, by_position, 1000, "cache", codec=codec)
     for at in range(len(model.layers)):
         ours, exact = (next(w for w in read.walks if at in w.slots.layers) for read in (coded, plain))
         ours, exact = (w.rows(w.slots.num_slots, at) for w in (ours, exact))

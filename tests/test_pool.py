@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import DEVICE, model_of, tokens_of
 from factories import CLOSE, MODES, check_streams_are_read_alone, needs_compiler
-from listed_budgets import run
+from reference import budgeted
 from test_budgets import DOUBLE, WORTH, AtPrompt, Pooled, SmallKeys, even
 
 from kvbench.harness.engine import pool
@@ -86,7 +86,7 @@ def test_heads_that_compete_hold_no_more_than_a_page_a_head_at_every_step(worth,
     capacity, tokens = 20, tokens_of(60)
     read = CachedDecoder(model, CacheConfig(Pooled(policy, 6), capacity, mode, 12, evict=every), method=EAGER)
     table = even(capacity, 2, heads)
-    reference = run(model, tokens, mode=mode, limit=12, worth=of_lists, table=table, floor=6, every=every)
+    reference = budgeted(model, tokens, mode=mode, limit=12, worth=of_lists, table=table, floor=6, every=every)
     logits = torch.cat([step_by_step(read, tokens[:, :40]), step_by_step(read, tokens[:, 40:], 7)], 1)
     torch.testing.assert_close(logits, reference.logits, atol=CLOSE[DOUBLE], rtol=0)
     assert [layer[0] for layer in read.kept()] == reference.kept[-1]

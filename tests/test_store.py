@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from factories import MODES, check_streams_are_read_alone, chooser
+from factories import MODES, check_streams_are_read_alone, worth_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Held, WideLists
@@ -124,7 +124,7 @@ def bytes_of(held: list[Held], step: int, codec: Codec, dims: int, itemsize: int
 def refuse_unequal(policy: Policy, mode: str, capacity: int, length: int, codec: Codec, size: int) -> None:
     """Compare a coded cache, read in steps, in blocks and by the plain walk, with lists."""
     model, tokens, bound = model_of("llama", torch.float64), tokens_of(length), capacity if policy.evicts else None
-    lists = CodedLists(model, chooser(policy, capacity, 5) if bound else None, bound or length, mode, 12, codec=codec)
+    lists = CodedLists(model, worth_of(policy, capacity, 5) if bound else None, bound or length, mode, 12, codec=codec)
     theirs = lists.run(tokens)
     config = CacheConfig(policy, bound, mode, 12, seed=5, kv=codec)
     steps, blocks, walked = (CachedDecoder(model, config, method=m) for m in (FASTEST, FASTEST, TOKEN_BY_TOKEN))

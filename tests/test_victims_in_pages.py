@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
 from factories import MODES, check_streams_are_read_alone
-from listed_budgets import run
+from reference import budgeted
 from test_budgets import DOUBLE, WORTH, check, even, heads_of
 
 from kvbench.harness.core.codec import Codec
@@ -34,7 +34,7 @@ def test_pages_equal_the_lists(worth, capacity, size):
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
     pages = Pages(size, by, of_page)
     table = even(capacity, 2, heads_of(model))
-    reference = run(model, tokens, mode=mode, limit=12, worth=of_lists, table=table, every=size, pages=pages)
+    reference = budgeted(model, tokens, mode=mode, limit=12, worth=of_lists, table=table, every=size, pages=pages)
     for method, sizes in ((EAGER, (7, 1, 1, 12)), (FASTEST, (10, 1)), (TOKEN_BY_TOKEN, (11,))):
         check(model, tokens, CacheConfig(policy, capacity, mode, 12, evict=pages), reference, sizes, method)
 
@@ -82,7 +82,7 @@ def test_heads_that_hold_different_numbers_of_tokens_are_refused(name, policies)
 def test_a_prompt_is_cut_by_tokens_and_what_is_kept_makes_up_pages(worth):
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
     table, pages = even(9, 2, heads_of(model)), Pages(3, "union" if worth == "h2o" else "per_head")
-    reference = run(model, tokens, worth=of_lists, table=table, every=3, pages=pages, prompt=26)
+    reference = budgeted(model, tokens, worth=of_lists, table=table, every=3, pages=pages, prompt=26)
     check(model, tokens, CacheConfig(policy, 9, evict=pages), reference, (1, 4, 1), prompt=26)
 
 

@@ -10,8 +10,8 @@ from math import inf
 import pytest
 import torch
 from conftest import bench_in, in_blocks, tokens_of
-from factories import MODES, POLICIES, chooser
-from reference import Chooser, Held
+from factories import MODES, POLICIES, worth_of
+from reference import Held, Worth
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
@@ -115,7 +115,7 @@ class Naive:
 
     hf: LCKVForCausalLM
     capacity: float = inf
-    choose: Chooser | None = None
+    worth: Worth | None = None
     mode: str = "stream"
     limit: int = 0
     held: dict[tuple[int, int], list[Held]] = field(default_factory=dict)  # by layer that writes, and head
@@ -152,7 +152,8 @@ class Naive:
             self.held.setdefault(where, []).append(new)
         for (owner, head), held in self.held.items():
             while len(held) > self.capacity:
-                del held[self.choose(held, at, owners.index(owner), head)]
+                worth = self.worth(held, at, owners.index(owner), head)
+                del held[worth.index(min(worth))]
         self.kept.append([[[x.position for x in self.held[owner, head]] for head in range(HEADS)] for owner in owners])
         return state["lm_head.weight"] @ self._normed(x, state["model.norm.weight"])
 
@@ -200,7 +201,7 @@ def test_dense_reading_gives_the_models_own_forward_pass(name):
 def test_under_a_policy_every_step_is_that_of_the_naive_loop(name, policy, mode):
     """The logits, and the tokens kept after every step."""
     tokens, capacity, limit = tokens_of(40), 9, 12
-    naive = Naive(model_named(name), capacity, chooser(policy, capacity, 5), mode, limit)
+    naive = Naive(model_named(name), capacity, worth_of(policy, capacity, 5), mode, limit)
     with torch.inference_mode():
         theirs = naive.run(tokens[0].tolist())
     read = PlainDecoder(model_named(name), Setting(policy, capacity, mode, limit, seed=5))
