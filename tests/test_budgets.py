@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
-from kvbench.policies import CacheView, Composed, HeadSizes, KeyNorm, Policy, RecentAttention, Seen, Statistic, Written
+from kvbench.policies import CacheView, Composed, HeadSizes, KeyNorm, Policy, Seen, Statistic, Written
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -219,39 +219,6 @@ def test_streams_of_unequal_length_are_each_alone(size):
             expected = alone(tokens[stream : stream + 1, valid[stream]])
             torch.testing.assert_close(logits[stream : stream + 1, valid[stream]], expected, atol=1e-8, rtol=0)
             assert [layer[stream] for layer in both.kept()] == [layer[0] for layer in alone.kept()]
-
-
-class Recent(Policy):
-    """SnapKV without pooling."""
-
-    statistics = (RecentAttention(6),)
-
-    def importance(self, view: CacheView) -> Tensor:
-        return view.state(RecentAttention(6)).sum(-1).masked_fill(view.age < 2, inf)
-
-
-class RecentFromTheStart(RecentAttention):
-    """`RecentAttention` without the declaration that only the last steps matter."""
-
-    last = None
-
-
-class Slow(Recent):
-    """`Recent` with the statistic of all steps."""
-
-    statistics = (RecentFromTheStart(6),)
-
-    def importance(self, view: CacheView) -> Tensor:
-        return view.state(RecentFromTheStart(6)).sum(-1).masked_fill(view.age < 2, inf)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_a_prompt_in_closed_form_up_to_its_last_tokens_is_the_walked_one(family):
-    model, tokens = model_of(family), tokens_of(40, 2)
-    fast, slow = (CachedDecoder(model, CacheConfig(policy, CAPACITY, evict="prompt"), 2) for policy in (Recent(), Slow()))
-    torch.testing.assert_close(fast.read_prompt(tokens[:, :33], 8), slow.read_prompt(tokens[:, :33], 8), atol=1e-5, rtol=0)
-    assert fast.kept() == slow.kept()
-    torch.testing.assert_close(fast(tokens[:, 33:]), slow(tokens[:, 33:]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("policy", [H2O(4), Apart(), Pooled(SmallKeys(), 4), Dense()], ids=str)

@@ -15,11 +15,8 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.policies.h2o import H2O
-from kvbench.policies.knorm import Knorm
 from kvbench.policies.random import Random
-from kvbench.policies.rkv import RKV
 from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
 
 LENGTH = 44
 HEADS_DIFFER = ["adakv", "duo_attention", "headkv", "pyramidkv"]  # how much they hold, even without a prompt
@@ -37,17 +34,6 @@ def test_pages_equal_the_lists(worth, capacity, size):
     reference = budgeted(model, tokens, mode=mode, limit=12, worth=of_lists, table=table, every=size, pages=pages)
     for method, sizes in ((EAGER, (7, 1, 1, 12)), (FASTEST, (10, 1)), (TOKEN_BY_TOKEN, (11,))):
         check(model, tokens, CacheConfig(policy, capacity, mode, 12, evict=pages), reference, sizes, method)
-
-
-@pytest.mark.parametrize("policy", [H2O(), Random(), SinkWindow(2), Knorm(), RKV(window=3), SnapKV(window=4)], ids=str)
-def test_pages_of_one_token_are_none_exactly(policy):
-    """Each head by itself."""
-    model, tokens, got = model_of("llama"), tokens_of(LENGTH), []
-    for evict in (1, Pages(1, "per_head")):
-        read = CachedDecoder(model, CacheConfig(policy, 12, limit=30, seed=3, evict=evict), method=TOKEN_BY_TOKEN)
-        got.append((in_blocks(read, tokens, 9), read.kept()))
-    assert torch.equal(got[0][0], got[1][0])
-    assert got[0][1] == got[1][1]
 
 
 def test_what_goes_are_pages_of_the_stream_and_heads_of_a_union_hold_the_same():
