@@ -72,9 +72,21 @@ def rows(case: Case) -> Outcome:
     return _recorded(case, "rows", f"all rows of {len(case.decode.passes)} passes are tokens read{rounding}")
 
 
+@check("Two runs with one seed are equal.", "randomness that `torch.manual_seed` does not control")
+def determinism(case: Case) -> Outcome:
+    """Read the text again after seeding PyTorch's generator alike."""
+    again = case.trace(case.shortened)
+    for a, b in zip(case.decode.passes, again.passes, strict=False):
+        if a.held != b.held:
+            return failed(f"two runs after torch.manual_seed(0) hold other tokens at step {a.first}")
+    fault = case.differs(again.logits, case.decode.logits[: len(again.logits)], "another run")
+    return judged(fault, "two runs are equal")
+
+
 @check(
     "The first tokens stay: those of `--sinks`, otherwise those that survive the first eviction.",
     "indices in the text are used as indices in the cache",
+    follows=("determinism",),
 )
 def sinks(case: Case) -> Outcome:
     """Check that sinks are held at every step."""
@@ -140,17 +152,6 @@ def positions(case: Case) -> Outcome:
         modes += [] if of.error or fault else [f"at their {'ranks' if mode == 'rank' else 'positions in the stream'}"]
     is_enough = modes if case.subject.press is not None else not faults  # who runs a press chooses the positions
     return passed(f"keys are {modes[0]}") if is_enough else failed(faults[0])
-
-
-@check("Two runs with one seed are equal.", "randomness that `torch.manual_seed` does not control")
-def determinism(case: Case) -> Outcome:
-    """Read the text again after seeding PyTorch's generator alike."""
-    again = case.trace(case.shortened)
-    for a, b in zip(case.decode.passes, again.passes, strict=False):
-        if a.held != b.held:
-            return failed(f"two runs after torch.manual_seed(0) hold other tokens at step {a.first}")
-    fault = case.differs(again.logits, case.decode.logits[: len(again.logits)], "another run")
-    return judged(fault, "two runs are equal")
 
 
 def _recorded(case: Case, kind: str, evidence: str) -> Outcome:
