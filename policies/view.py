@@ -128,11 +128,16 @@ class CacheView:
 
         It is a hash of (seed, layer, head, position), so batch size, block size and slot order do not change it.
         """
-        by_position, by_head, by_layer, _ = _HASH_MULTIPLIERS
-        x = self.position * by_position + self.head * by_head + self.layer * by_layer + mixed_seed(self.seed)
-        for multiplier in (by_position, by_head):
-            x = (x ^ (x >> 29)) * multiplier
-        return ((x >> 40) & 0xFFFFFF).float() / 2**24
+        return uniform(self.position, self.head, self.layer, self.seed)
+
+
+def uniform(position: Tensor, head: Tensor, layer: Tensor | int, seed: int) -> Tensor:
+    """A random number in [0, 1) for each position, head and layer: a hash. The arguments broadcast, int64. -> float32."""
+    by_position, by_head, by_layer, _ = _HASH_MULTIPLIERS
+    x = position * by_position + head * by_head + layer * by_layer + mixed_seed(seed)
+    for multiplier in (by_position, by_head):
+        x = (x ^ (x >> 29)) * multiplier
+    return ((x >> 40) & 0xFFFFFF).float() / 2**24
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ class ListBackend:
     every: int = 1  # tokens evicted at once
     budgets: dict[int, int] | None = None  # tokens kept in a layer, where it is not the capacity
     merge: Callable[[list[list[Held]], list[list[Held]], int], None] | None = None  # (kept, evicted, layer)
+    reads: Callable[[Tensor, Tensor, int, int, int], list[int]] | None = None  # (query, keys, step, layer, head) -> positions
 
     def __post_init__(self) -> None:
         self.rotate = family_rotation(self.model)
@@ -115,7 +116,13 @@ class ListBackend:
             own, theirs = self._places(held)
             q = self._rotated(query[0, head * group : (head + 1) * group, 0], torch.tensor([own] * group, device=query.device))
             k = self._rotated(stack, torch.tensor(theirs, device=query.device))
-            mass = torch.softmax(q @ k.T * terms.scaling, -1)
+            scores = q @ k.T * terms.scaling
+            if self.reads is not None:
+                read = torch.zeros_like(scores, dtype=torch.bool)
+                for x, row in zip(q, read, strict=True):
+                    row[self.reads(x, k, self.step, layer, head)] = True
+                scores = scores.masked_fill(~read, -torch.inf)
+            mass = torch.softmax(scores, -1)
             out.append(mass @ torch.stack([t.value for t in held]))
             for token, m in zip(held, mass.sum(0), strict=True):
                 token.mass, token.newest_mass = float(torch.tensor(token.mass, device=m.device) + m), float(m)

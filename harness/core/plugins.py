@@ -54,7 +54,7 @@ class _Kind:
 _POLICY = _Kind(
     "policy",
     "kvbench.policies",
-    frozenset({"merges", "policy", "shares", "statistic", "statistics", "tables", "view"}),
+    frozenset({"merges", "policy", "selects", "shares", "statistic", "statistics", "tables", "view"}),
     "bench.policies",
     "kvbench.policies:Policy",
     "kvbench.Policy",

@@ -350,7 +350,7 @@ def _needs_equal_heads(query: Tensor, values: Tensor, terms: Terms, is_standard:
 
 def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms: Terms, padding: Tensor | None) -> Tensor:
     """Compute causal attention of the queries at positions `first`, `first + 1`, ..."""
-    streams, heads, group, tokens, _ = query.shape
+    tokens = query.shape[3]
     low = 0 if terms.sliding_window is None else max(0, first - terms.sliding_window + 1)
     keys, values = keys[:, :, low : first + tokens], values[:, :, low : first + tokens]
     age = torch.arange(first, first + tokens, device=query.device)[:, None] - torch.arange(
@@ -359,16 +359,33 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
     visible = age >= 0 if terms.sliding_window is None else (age >= 0) & (age < terms.sliding_window)
     if padding is not None:  # a padding query attends to itself, because softmax over no keys is NaN
         token = torch.arange(low, first + tokens, device=query.device) >= padding[:, None, None]  # [B, 1, L]
-        visible = ((visible & token) | (age == 0))[:, None]  # [B, 1, T, L]
+        visible = ((visible & token) | (age == 0))[:, None, None]  # [B, 1, 1, T, L]
+    return attend_where(visible, query, keys, values, terms)
+
+
+def attend_where(visible: Tensor, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+    """Compute attention to the visible keys, at least one per query.
+
+    Args:
+        visible: broadcasts to [B, H, G, T, L], bool. The sliding window of `terms` is not applied.
+        query: rotated. [B, H, G, T, D].
+        keys: rotated. [B, H, L, D].
+        values: [B, H, L, Dv].
+
+    Returns:
+        [B, H, G, T, Dv], dtype of the query.
+    """
+    streams, heads, group, tokens, _ = query.shape
     if terms.softcap is None and terms.sink_logits is None:
-        flat = query.flatten(1, 2)
-        out = scaled_dot_product_attention(flat, keys, values, visible, scale=terms.scaling, enable_gqa=group > 1)
+        flat, mask = query.flatten(1, 2), visible
+        if visible.dim() > 2:  # a mask that differs by head needs an entry for each query head
+            by_head = visible.shape[1] > 1 or visible.shape[2] > 1
+            mask = visible.expand(-1, *query.shape[1:3], -1, -1).flatten(1, 2) if by_head else visible[:, 0]
+        out = scaled_dot_product_attention(flat, keys, values, mask, scale=terms.scaling, enable_gqa=group > 1)
         return out.view(streams, heads, group, tokens, -1)
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
     if terms.sink_logits is not None:  # one logit per row
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
-    if padding is not None:
-        visible = visible.expand(-1, heads, -1, -1).flatten(0, 1)  # [N, T, L]
-    rows = torch.cat([visible] * group, -2)  # [G * T, L], or [N, G * T, L] with padding
+    rows = visible.expand(scores.shape).flatten(0, 1).flatten(1, 2)  # [N, G * T, L]
     mass = weights(scores.flatten(0, 1).flatten(1, 2), terms, heads, rows).view(scores.shape)
     return torch.einsum("bhgtl,bhld->bhgtd", mass.to(values.dtype), values)

@@ -18,7 +18,7 @@ from kvbench.harness.engine.held import writes
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Budget, Cadence, LayerHeads, LayerShape, Slots
-from kvbench.policies import Policy, Statistic
+from kvbench.policies import Policy, Selecting, Statistic
 from kvbench.policies.merges import Evicted, Merging
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
@@ -76,7 +76,8 @@ class Layout:
         self._model, self._config, self._streams, self._dtype = model, config, streams, dtype or model.dtype
         bound = self.bound(config.capacity)
         self._needs_output = any(writes(s) for s in bound.statistics)
-        self._keys_rotated = config.positions == "stream" and not self._compares_keys()
+        selects = isinstance(config.policy, Selecting)
+        self._keys_rotated = selects or (config.positions == "stream" and not self._compares_keys())
         if config.kv is not None:
             self._keys_rotated = self._coded_rotated(config.kv, bound)
 

@@ -17,7 +17,7 @@ from kvbench.harness.core.device import free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.evict import Evict, Pages, at_once, pages_of
 from kvbench.harness.core.parameters import all_policies_inside
-from kvbench.policies import Policy, PositionMode
+from kvbench.policies import Policy, PositionMode, Selecting
 from kvbench.policies.merges import Merging
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class CacheConfig:
         if self.kv is not None and not self.policy.caches:
             raise ValueError(f"{name} keeps no cache, so there is nothing to code: leave `kv` out")
         self._refuse_merging()
+        self._refuse_selecting()
         refused = "" if self.kv is None else self.kv.why_not(self.positions, self.policy.evicts and self.evict != "prompt")
         if refused:
             raise ValueError(refused)
@@ -86,6 +87,24 @@ class CacheConfig:
             raise ValueError(f"{name} merges keys, which belong to one position: positions must be stream")
         if self.capacity is not None and self.evict != "prompt" and self.policy.bind(self.capacity).pool_floor(self.capacity):
             raise ValueError(f"{name} can't merge where heads compete for slots: it needs evict: prompt")
+
+    def _refuse_selecting(self) -> None:
+        """Refuse caches from which a policy can't select.
+
+        Raises:
+            ValueError: names the reason.
+        """
+        if not isinstance(self.policy, Selecting):
+            return
+        name = type(self.policy).__name__
+        if self.kv is not None:
+            raise ValueError(f"{name} reads single tokens of the cache, which `kv` stores together: leave kv out")
+        if self.positions == "clamped":
+            raise ValueError(f"{name} compares keys at the positions of the stream: positions must be cache or stream")
+        if self.policy.statistics:
+            raise ValueError(f"{name} selects tokens, and keeps no statistics")
+        if self.evict not in (1, "prompt"):
+            raise ValueError(f"{name} evicts nothing: evict must be step or prompt")
 
     @property
     def every(self) -> int:

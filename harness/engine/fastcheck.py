@@ -23,9 +23,10 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.trial import BLOCK_METHODS, MethodCheck, Trial, blocks_by
-from kvbench.policies import Policy
+from kvbench.policies import Policy, Selecting
 from kvbench.policies.dense import Dense
 
+_SELECTION_ATTEMPTS = 2
 _READ_TOKENS = 600  # upper bound of the tokens that the check reads in addition to those that fill a cache
 
 
@@ -80,6 +81,8 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     """
     if config.kv is not None:
         return _of_coded(model, config, config.kv)
+    if isinstance(config.policy, Selecting):
+        return _of_selection(model, config)
     if config.evict == "prompt":
         return _of_prompt(model, config, streams, fused)
     if config.policy.evicts and (config.capacity or 0) + _READ_TOKENS > model.longest:
@@ -164,6 +167,19 @@ def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> 
         refused = "; ".join(filter(None, [chosen.refused, f"full attention: {unfit}"]))
         return chosen._replace(method=replace(chosen.method, fill=False), blocks="walk", differs=differs, refused=refused)
     return chosen._replace(blocks="full attention", differs=differs)
+
+
+def _of_selection(model: Model, config: CacheConfig) -> FastCheck:
+    """Return the method of a policy that selects: masks for blocks, and gathered tokens for single tokens.
+
+    Rounding may make a head select another page, but hardly ever on other tokens, too.
+    """
+    for seed in range(_SELECTION_ATTEMPTS):
+        check = MethodCheck(model, replace(config, evict=1), 1)
+        unfit = check.trial_of_selection(seed)
+        if not unfit:
+            return FastCheck(PLAIN_WALK, "masks", "plain", check.max_error)
+    return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", check.max_error, f"masks: {unfit}")
 
 
 def _block_ladder(model: Model, config: CacheConfig, fast: CachedDecoder) -> list[Rung]:

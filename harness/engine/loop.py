@@ -30,9 +30,11 @@ from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.reset import ResetDecoder, between_resets
+from kvbench.harness.engine.selection import SelectingWalk
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
+from kvbench.policies import Selecting
 
 
 def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> Decoder:
@@ -48,6 +50,13 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method 
     if not config.policy.caches:
         return RecomputeDecoder(model, config, streams)
     return CachedDecoder(model, config, streams, method)
+
+
+def read_bytes(read: Decoder) -> int | None:
+    """Return the bytes of the cache that the newest token of each stream read; None if it read all that is held. Syncs."""
+    if not isinstance(read, CachedDecoder) or not isinstance(read.config.policy, Selecting):
+        return None
+    return sum(walk.read_bytes for walk in read.walks)
 
 
 class Share(NamedTuple):
@@ -128,12 +137,12 @@ class CachedDecoder:
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
         self.walks: list[Walk] = []
         self.shares: list[list[Share]] = []
-        if config.evict != "prompt":
+        if config.evict != "prompt" or not config.policy.evicts:
             self._hold(self._layout.for_stream(static_table(model, config, None)))
 
     def _hold(self, slots: Sequence[Slots]) -> None:
         """Create the walks of these slots, and use them from now on."""
-        self.walks = [Walk(group, self.config.positions, self._limit or 0, self._method) for group in slots]
+        self.walks = [self._walk(group) for group in slots]
         self.shares = [[] for _ in self.model.layers]
         for index, group in enumerate(slots):
             for part in group.parts:
@@ -143,6 +152,12 @@ class CachedDecoder:
                     within = torch.arange(group.shape.group, device=heads.device)
                     queries = (heads[:, None] * group.shape.group + within).flatten()
                 self.shares[part.layer].append(Share(index, heads, queries))
+
+    def _walk(self, slots: Slots) -> Walk:
+        """Create the walk of these slots. A layer with a sliding window selects nothing: its queries read the window."""
+        if not isinstance(slots.policy, Selecting):
+            return Walk(slots, self.config.positions, self._limit or 0, self._method)
+        return SelectingWalk(slots, self._method) if slots.capacity is None else Walk(slots, "stream", 0, self._method)
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -176,15 +191,21 @@ class CachedDecoder:
         """
         if self._tokens_read != 0:
             raise ValueError("a prompt must come first")
-        length = tokens.shape[1]
-        if self.config.evict != "prompt" and not (once and self.config.policy.evicts):
+        length, once = tokens.shape[1], once or self.config.evict == "prompt"
+        if not once or not self.config.policy.evicts:
+            selecting = [walk for walk in self.walks if isinstance(walk, SelectingWalk)]
+            for reading in selecting:
+                reading.reads_all = once
             self.begin_prompt(length)
-            return read_blocks(self, tokens, block)
+            last = read_blocks(self, tokens, block)
+            for reading in selecting:
+                reading.reads_all = False
+            return last
         table = static_table(self.model, self.config, length)
         self._hold(self._layout.for_prompt(length, table))
         statistics = {s for walk in self.walks for s in walk.slots.tensors.states if s.sees}
-        last = max((length if s.last is None else s.last for s in statistics), default=0)
-        quiet = max(0, length - last)
+        newest = max((length if s.last is None else s.last for s in statistics), default=0)
+        quiet = max(0, length - newest)
         for walk in self.walks:
             walk.slots.begin_prompt(length, quiet)
         logits = read_blocks(self, tokens[:, :quiet], block) if quiet else None
@@ -301,7 +322,7 @@ class CachedDecoder:
     @property
     def state_bytes(self) -> int:
         """Bytes of ranks, positions and statistics of all layers."""
-        return sum(walk.slots.state_bytes for walk in self.walks)
+        return sum(walk.state_bytes for walk in self.walks)
 
     def kept(self) -> list[list[list[list[int]]]]:
         """Return the positions held, oldest first, by layer, stream and KV head. Syncs with the host."""

@@ -110,6 +110,14 @@ class Shortcuts:
 
     def fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Read a block that fits as a whole, by one call of causal attention."""
+        return causal(*self.enter_block(plan, layer, query, keys, values), terms).flatten(1, 2)
+
+    def enter_block(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write a block that fits as a whole.
+
+        Returns:
+            Rotated queries, [B, H, G, T, D], and rotated keys and values of all tokens up to the block's end, [B, H, L, D] each.
+        """
         end, streams, rotation = plan.tokens_before + keys.shape[2], query.shape[0], self._placement.rotation
         rows = self._rows(self._slots.num_slots, layer)
         query, keys = self._paired(query, keys)
@@ -121,7 +129,7 @@ class Shortcuts:
         all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
         if factors is not None and not rows.keys_rotated:
             all_keys = rotate(all_keys, factors)
-        return causal(query, all_keys, all_values, terms).flatten(1, 2)
+        return query, all_keys, all_values
 
     def attend_in_band(self, plan: Closed, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Read a block in closed form, since the tokens that each query sees are known in advance."""

@@ -28,6 +28,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
+from kvbench.policies import Selecting
 
 _ATTEMPTS = 3  # comparisons on new tokens, if a head holds other tokens than in the plain walk
 _EVICTING_TOKENS = 8  # tokens that evict in the block in which a cache becomes full
@@ -45,6 +46,7 @@ _TIMED_BLOCK_TOKENS = 64
 _TIMED_BLOCKS = 3
 BLOCK_METHODS = "closed form", "compiled walk", "compiled steps"  # the fastest first
 _CLEARLY = 3  # a method that is this many times faster needs one pair of blocks
+_SELECTED_FROM_TOKENS = 1024  # held before the first block, so that a policy that selects leaves some out
 _ROOM_TOKENS = 32  # free slots of a randomly filled cache when the first block comes
 _CACHES_PER_FREE_MEMORY = 8  # two caches, and perhaps one in 64 bits, take at most half of the memory
 _CACHES_PER_FREE_MEMORY_16_BITS = 12
@@ -124,6 +126,14 @@ class MethodCheck:
         tokens_before = (config.capacity or 0) + max(0, config.every - _SINGLE_TOKENS)
         try:
             return self._differs(PLAIN_WALK, TOKEN_BY_TOKEN, [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS], tokens_before)
+        except Exception as error:
+            return self._failed(error).refused
+
+    def trial_of_selection(self, seed: int) -> str:
+        """Return the reason that blocks can't be read under masks; empty if they can. Both sides are plain PyTorch."""
+        methods, sizes = (PLAIN_WALK, TOKEN_BY_TOKEN), [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS]
+        try:
+            return self._attempt(methods, sizes, _SELECTED_FROM_TOKENS, 1, seed)[0]
         except Exception as error:
             return self._failed(error).refused
 
@@ -336,5 +346,5 @@ class MethodCheck:
 def blocks_by(read: CachedDecoder) -> str:
     """Return the method by which a decoder reads blocks, as in `FastCheck.blocks`."""
     if not read.config.policy.evicts:
-        return "closed form"
+        return "masks" if isinstance(read.config.policy, Selecting) else "closed form"
     return next((name for name in BLOCK_METHODS if name in read.offers), "walk")

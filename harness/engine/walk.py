@@ -358,6 +358,16 @@ class Walk:
         return frozenset(name for name, is_offered in offered.items() if is_offered)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of everything besides K and V that is held between steps."""
+        return self.slots.state_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the newest query of each stream read: K and V of all tokens held. Syncs with the host."""
+        return self.slots.held_bytes
+
+    @property
     def notes_written(self) -> bool:
         """Whether a statistic reads every key and value that is written."""
         return self._writes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
-from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import CachedDecoder, read_bytes
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
@@ -131,6 +131,7 @@ class RequestReader:
     method: Method = EAGER
     kv_bytes: int = 0  # largest number of bytes allocated so far for a stream's K and V
     held_bytes: int = 0  # largest number of bytes of K and V held so far by a stream
+    read_bytes: int | None = None  # largest number of bytes of the cache that a token read, if the policy selects
     state_bytes: int = 0  # largest number of bytes so far of a stream's other state
 
     def __post_init__(self) -> None:
@@ -341,10 +342,18 @@ class RequestReader:
         """Return the number of tokens of each stream in a forward pass."""
         return max(1, self.block // streams)
 
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Largest numbers of bytes so far, by the names of `Metrics`."""
+        held = {"kv_bytes": self.kv_bytes, "kv_held_bytes": self.held_bytes, "state_bytes": self.state_bytes}
+        return {**held, "kv_read_bytes": self.read_bytes}
+
     def _note_bytes(self, decoder: Decoder, streams: int) -> None:
         self.kv_bytes = max(self.kv_bytes, decoder.kv_bytes // streams)
         self.held_bytes = max(self.held_bytes, decoder.held_bytes // streams)
         self.state_bytes = max(self.state_bytes, decoder.state_bytes // streams)
+        if (selected := read_bytes(decoder)) is not None:
+            self.read_bytes = max(self.read_bytes or 0, selected // streams)
 
 
 def _numbered(items: Iterator[Any]) -> list[int]:

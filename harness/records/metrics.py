@@ -57,6 +57,9 @@ class Metrics(Document):
     kv_held_bytes: Annotated[Count | None, BYTES] = Field(
         None, description="bytes of K and V of the tokens held at the end; None in older records"
     )
+    kv_read_bytes: Annotated[Count | None, BYTES] = Field(
+        None, description="bytes of the cache that the last token reads, for a policy that selects; others read what they hold"
+    )
     state_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of the policy's statistics")
     tokens_read: Annotated[Positive | None, near()] = Field(
         None, description="tokens of the text that were read, where reading may stop before its end"

@@ -24,13 +24,14 @@ from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Rule, RuleResult, case, cheap_findings, tried
 from kvbench.harness.suite import policy_with, yaml_value
-from kvbench.policies import Policy
+from kvbench.policies import Policy, Selecting
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import positions_for
 
 DEFAULT_CAPACITIES = (16, 17, 64, 256)
 _TOKENS_PAST_FULL = 40
+_SELECTED_FROM_TOKENS = 400
 _VOCABULARY = 64
 _TIMED_TOKENS = 512
 _EVERY = 8  # tokens evicted at once
@@ -235,7 +236,7 @@ def _several_at_once(on: Case) -> str:
 
 
 def _equal_to_dense(on: Case) -> str:
-    if on.policy.outcome:
+    if on.policy.outcome or isinstance(on.policy, Selecting):
         return ""
     model = _tiny()
     table = static_table(model, _config(on), None) if on.policy.evicts and on.policy.caches else None
@@ -243,6 +244,20 @@ def _equal_to_dense(on: Case) -> str:
     ours = decoder(model, _config(on), 2)(tokens)
     difference = (ours - decoder(model, CacheConfig(Dense()), 2)(tokens)).abs().amax().item()
     return "" if difference <= 1e-4 else f"logits differ from dense by {difference:.1g} before anything is evicted"
+
+
+def _selection(on: Case) -> str:
+    """Compare blocks, which attend under masks, with single tokens, which gather what they read."""
+    if not isinstance(on.policy, Selecting):
+        return ""
+    tokens, methods = _tokens(_SELECTED_FROM_TOKENS), (PLAIN_WALK, TOKEN_BY_TOKEN)
+    by_masks, gathered = (CachedDecoder(_tiny(), _config(on), 2, method)(tokens) for method in methods)
+    difference = (by_masks - gathered).abs().amax().item()
+    return (
+        ""
+        if difference <= 1e-3
+        else f"logits of a block differ from those of single tokens by {difference:.1g}: is a slot twice?"
+    )
 
 
 def _band(on: Case) -> str:
@@ -271,6 +286,7 @@ _IN_THE_LOOP: tuple[Rule, ...] = (
     (f"evicting every {_EVERY} tokens: a block equals the same tokens one by one", _several_at_once),
     ("until a token is evicted, logits are those of dense", _equal_to_dense),
     ("a declared band is what the policy keeps", _band),
+    ("a query selects distinct tokens, in blocks and alone", _selection),
 )
 
 

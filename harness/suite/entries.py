@@ -24,7 +24,7 @@ from kvbench.harness.models.shape import ModelShape, readable_shape
 from kvbench.harness.suite.axes import Budget, OneCapacity, OneEvict, OneKV, multiplied
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.text import Location, Settings, Source, spread, validated
-from kvbench.policies import Policy, PositionMode
+from kvbench.policies import Policy, PositionMode, Selecting
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,12 @@ def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     axes: dict[str, Any] = {"seed": (int, 0)}
     if policy.evicts and not policy.outcome:
         axes["capacity"] = (OneCapacity, None)
-    if policy.evicts and policy.caches:
-        axes["evict"] = (_OnlyPrompt if policy.outcome else OneEvict, 1)
-    if policy.caches:
+    selects = issubclass(policy, Selecting)
+    if (policy.evicts or selects) and policy.caches:
+        axes["evict"] = (_OnlyPrompt if policy.outcome else _StepOrPrompt if selects else OneEvict, 1)
+    if policy.caches and not selects:
         axes["kv"] = (OneKV, None)
+    if policy.caches:
         axes["positions"] = (PositionMode, "cache")
         axes["limit"] = (int | None, Field(None, ge=1))
     return _model(f"{name}_entry", _parameter_fields(policy) | axes)
@@ -289,6 +291,12 @@ def _only_prompt(value: Any) -> Evict:
     return "prompt"
 
 
+def _step_or_prompt(value: Any) -> Evict:
+    if value not in (1, "step", "prompt"):
+        raise PydanticCustomError("evict", "it evicts nothing, so expected step or prompt (a prompt under full attention)")
+    return "prompt" if value == "prompt" else 1
+
+
 def _policy(value: Any) -> Any:
     if not isinstance(value, Policy):
         raise PydanticCustomError("policy", "expected a policy's name or a mapping with its name")
@@ -296,6 +304,7 @@ def _policy(value: Any) -> Any:
 
 
 _OnlyPrompt = Annotated[Any, PlainValidator(_only_prompt), WithJsonSchema({"const": "prompt"})]
+_StepOrPrompt = Annotated[Any, PlainValidator(_step_or_prompt), WithJsonSchema({"enum": ["step", "prompt"]})]
 _Held = Annotated[Any, PlainValidator(_policy), WithJsonSchema({"type": ["string", "object"]})]
 
 

@@ -245,9 +245,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
             "over_capacity": model.over_capacity,
             "truncated": model.truncated,
             "requests": model.requests,
-            "kv_bytes": reader.kv_bytes,
-            "kv_held_bytes": reader.held_bytes,
-            "state_bytes": reader.state_bytes,
+            **reader.sizes,
         }
     )
 

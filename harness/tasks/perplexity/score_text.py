@@ -20,6 +20,7 @@ from kvbench.harness.core.errors import ran_out_of_memory
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.data.prose import fact_costs
 from kvbench.harness.engine.decoder import Decoder
+from kvbench.harness.engine.loop import read_bytes
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.records.metrics import Look, NllMetrics
 from kvbench.harness.tasks.perplexity.perplexity_options import PerplexityMetrics, PerplexityOptions, Precision
@@ -101,6 +102,8 @@ def _read(
                 raise
             raise MemoryError(f"{len(part)} streams at once don't fit: give side_by_side: {len(part) // 2}") from error
         sizes.update(kv_bytes=read.kv_bytes, kv_held_bytes=read.held_bytes, state_bytes=read.state_bytes)
+        if (selected := read_bytes(read)) is not None:
+            sizes.update(kv_read_bytes=selected)
         del read  # free its cache before the next decoder is created
     return looks, sizes
 
