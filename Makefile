@@ -133,6 +133,7 @@ picture: .venv/ready  ## pictures, tables and figures of the README and of docs,
 	$(BIN)/python docs/images/backcopy.py
 	$(BIN)/python docs/images/equal.py
 	$(BIN)/python docs/images/merging.py
+	$(BIN)/python docs/images/selecting.py
 	PYTHONPATH=docs:tests $(BIN)/python -m cogapp -r -P README.md $$(grep -l '\[\[\[cog' docs/*.md docs/*/*.md)
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/records

@@ -334,5 +334,73 @@ def _merged_answers(suite: str, capacity: int, kinds: Mapping[str, str]) -> str:
     return _markdown([f"chosen by, {capacity} tokens", "merged by", *kinds.values()], body, "ll" + "r" * len(kinds))
 
 
+class Selected(NamedTuple):
+    """Records of one policy of the suite `smollm2-select`, one per seed.
+
+    Attributes:
+        lost: paired difference of NLL to dense, in nats per token.
+        held, read: bytes of one stream's cache at its end, and those that its last token read.
+    """
+
+    policy: str
+    lost: Interval
+    held: float
+    read: float
+
+
+def selecting() -> list[Selected]:
+    """Return the policies that select, and those beside them that evict, in the order of the suite's records."""
+    by_policy: dict[str, list[Record]] = {}
+    for record in measured("smollm2-select"):
+        by_policy.setdefault(_selects(record), []).append(record)
+    (dense,) = by_policy.pop("everything")
+    rows = []
+    for policy, records in by_policy.items():
+        metrics = records[0].measured(NllMetrics)
+        assert metrics is not None
+        streams = records[0].data.tokens / (metrics.stream_tokens or records[0].data.tokens)
+        held = (metrics.kv_held_bytes or 0) / streams
+        lost = loss(records[0] if len(records) == 1 else mean_of(records), dense)
+        rows.append(Selected(policy, lost, held, held if metrics.kv_read_bytes is None else metrics.kv_read_bytes / streams))
+    return sorted(rows, key=lambda row: row.lost.mean)
+
+
+def _selects(record: Record) -> str:
+    """Describe what a query reads."""
+    cell, given = record.cell, record.cell.parameters
+    if cell.capacity is not None:
+        return f"{name(cell.policy)}, {cell.capacity} tokens"
+    everywhere = ", all layers" if given.get("dense_layers") == 0 and cell.model.id == "smollm2" else ""
+    labels = {
+        "dense": "everything",
+        "quest": "`quest`, {budget} tokens in pages of {page}",
+        "sparse_strided": "`sparse_strided`, stride {stride}",
+        "longformer_dilated": "`longformer_dilated`, {window} tokens, every {dilation}th",
+        "bigbird": "`bigbird`, {random} of {first} + {window} + {random} blocks of {block} at random",
+    }
+    return labels[cell.policy].format(**given) + everywhere
+
+
+def selected() -> str:
+    """Return what policies that select lose of SmolLM2's perplexity, with the bytes that they hold and read."""
+    rows = [[row.policy, percent(row.lost), f"{row.held / 2**20:.0f}", f"{row.read / 2**20:.0f}"] for row in selecting()]
+    return _markdown(["policy", "perplexity lost, %", "held, MiB", "read by a step, MiB"], rows, "lrrr")
+
+
+def selected_lookups() -> str:
+    """Return right answers of the built-in model about lines, in per cent, of policies that select and of those that evict."""
+    kinds = ("recent", "popular", "once", "distracted", "chain", "needle")
+    answers: dict[str, dict[tuple[str, str], list[QuestionMetrics]]] = {}
+    for record in measured("recall-select"):
+        if metrics := record.measured(QuestionMetrics):
+            question = str(record.cell.options["tasks"]).removeprefix("kvbench_"), _question(record)
+            answers.setdefault(_selects(record), {}).setdefault(question, []).append(metrics)
+    rows = [
+        [policy, *("/".join(_share(of[kind, question]) for question in ("seen", "unseen")) for kind in kinds)]
+        for policy, of in answers.items()
+    ]
+    return _markdown(["policy", *kinds], rows, "l" + "r" * len(kinds))
+
+
 def _markdown(head: list[str], rows: list[list[str]], align: str) -> str:
     return "\n".join(table(head, rows, align))

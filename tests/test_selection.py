@@ -154,12 +154,13 @@ def test_bytes_read_are_those_of_the_newest_querys_tokens(size: int) -> None:
     assert read_bytes(decoder_of(Dense())) is None
 
 
-def test_pages_cost_state_that_is_read() -> None:
+@pytest.mark.parametrize("size", [1, 64])
+def test_pages_cost_state_that_is_read(size: int) -> None:
     read, tokens = decoder_of(Quest(budget=4, page=4, dense_layers=0)), tokens_of(64)
     before = read.state_bytes
-    in_blocks(read, tokens, 64)
+    in_blocks(read, tokens, size)
     model, extremes = read.model, 2 * 16 * sum(s.heads * s.key_dim * 8 for s in read.model.layers)
-    assert read.state_bytes - before == extremes
+    assert read.state_bytes - before >= extremes  # in steps, with the pages of empty slots
     at_most = sum(12 * s.heads * s.group * (s.key_dim + s.value_dim) * 8 for s in model.layers)
     least = sum(12 * s.heads * (s.key_dim + s.value_dim) * 8 for s in model.layers)
     assert least <= read_bytes(read) - extremes <= at_most

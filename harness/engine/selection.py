@@ -201,12 +201,15 @@ class SelectingWalk(Walk):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that the newest query of each stream read: K and V of the selected tokens, and keys of pages. Syncs."""
-        slots, total = self.slots, sum(x.nbytes for x in self._extremes.values())
+        """Bytes that the newest query of each stream read: K and V of the selected tokens, and extremes of pages. Syncs."""
+        slots, total = self.slots, 0
         per_slot = (slots.shape.key_dim + slots.shape.value_dim) * slots.dtype.itemsize
         rank = slots.tensors.rank.view(len(slots.layers), slots.streams, slots.shape.heads, -1)
         for index, layer in enumerate(slots.layers):
             held = rank[index] < slots.empty_rank  # [B, H, S]
+            for size in (size for of_layer, size in self._extremes if of_layer == layer):
+                pages = (held.sum(-1) + size - 1) // size
+                total += int(pages.sum()) * 2 * slots.shape.key_dim * slots.dtype.itemsize
             selected = self._newest.get(layer)
             if selected is not None and not self.reads_all:
                 selected = selected.expand(*held.shape[:2], -1, -1).flatten(2)

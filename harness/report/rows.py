@@ -142,6 +142,12 @@ class Row:
         return next((size for size in sizes if size is not None), None)
 
     @property
+    def kv_read_bytes(self) -> int | None:
+        """Bytes of the cache that a step reads, of a policy that selects; None for others, which read what they hold."""
+        first = [self.perplexity] if self.perplexity is not None else []
+        return next((size for r in [*first, *self.records] if (size := r.metrics.kv_read_bytes) is not None), None)
+
+    @property
     def step_ms(self) -> float | None:
         """Milliseconds of a decode step."""
         metrics = self.latency.measured(StepMetrics) if self.latency is not None else None

@@ -57,6 +57,7 @@ def row_json(question: Question, row: Row, rank: Rank | None, base: Row | None) 
         "tokens_read": row.perplexity and row.perplexity.metrics.tokens_read,
         "answers": answers_json(row),
         "kv_bytes": row.kv_bytes,
+        "kv_read_bytes": row.kv_read_bytes,
         "kv_share": figure(row.kv_bytes / whole) if row.kv_bytes and whole else None,
         "ms": figure(row.step_ms),
         "times_dense": _times_dense(question, row),

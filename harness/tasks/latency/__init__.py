@@ -244,6 +244,7 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
         "× roofline": f"{m.over_roofline:.1f}",
         "slots": f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",
         kv_title(records): cache_bytes(m.kv_bytes),
+        "read by a step": cache_bytes(m.kv_read_bytes),
         "state": in_bytes(m.state_bytes),
         "status": status(record),
     }

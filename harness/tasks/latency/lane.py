@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.harness.core.device import Marks
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.decoder import Decoder, read_blocks
-from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import CachedDecoder, read_bytes
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.reset import ResetDecoder
@@ -202,6 +202,7 @@ class Lane:
             "together": together,
             "forward_ms": [round(x, 5) for x in forward_ms],
             "kv_bytes": kv_bytes,
+            "kv_read_bytes": read_bytes(self.read),
             "state_bytes": self.read.state_bytes,
             "flags": flags,
         }
@@ -266,8 +267,8 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
     cached = isinstance(read, ResetDecoder) or not isinstance(read, RecomputeDecoder)
     moved = sum(p.nbytes for p in weights)
     if isinstance(read, CachedDecoder):
-        full = model.kv_bytes(round(used) - 1, batch, read.config.kv)
-        moved += full + round(read.state_bytes * full / max(read.kv_bytes, 1))
+        full, selected = model.kv_bytes(round(used) - 1, batch, read.config.kv), read_bytes(read)
+        moved += full + round(read.state_bytes * full / max(read.kv_bytes, 1)) if selected is None else selected
     elif cached:
         moved += read.held_bytes
     last = 0 if head is None else head.weight.numel()  # only the last token's logits are computed

@@ -207,8 +207,10 @@ def _difference(base: Record | None, record: Record) -> str:
 
 
 def _costs(records: Sequence[Record]) -> dict[str, str]:
-    """Return the share of a row's requests that are longer than the capacity, and the largest cache."""
+    """Return the share of a row's requests that are longer than the capacity, and the largest caches."""
     metrics = [m for r in records if (m := r.measured(LmEvalMetrics))]
     requests = sum(m.requests for m in metrics)
     share = f"{100 * sum(m.over_capacity for m in metrics) / requests:.0f} %" if requests else ""
-    return {"over capacity": share, "K/V": cache_bytes(max((m.kv_bytes for m in metrics), default=None))}
+    held, read = [m.kv_bytes for m in metrics], [m.kv_read_bytes for m in metrics if m.kv_read_bytes is not None]
+    sizes = {"K/V": cache_bytes(max(held, default=None)), "read by a step": cache_bytes(max(read, default=None))}
+    return {"over capacity": share, **sizes}

@@ -215,6 +215,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
             "Δ NLL to dense": _difference(record, dense),
             "Δ NLL to recompute": _difference(record, recompute.get(record.cell.capacity)),
             kv_title(records): "" if metrics is None else cache_bytes(metrics.kv_bytes),
+            "read by a step": "" if metrics is None else cache_bytes(metrics.kv_read_bytes),
             "tokens/s": number(round(record.facts.tokens_per_second or 0)),
             "status": status(record),
         }

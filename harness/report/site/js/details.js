@@ -8,7 +8,7 @@ export function details(data, { question, budget }, row) {
   const paper = data.papers[row.policy] ?? {}, dense = row.loss_to_dense;
   return el("div", { className: "details" },
     facts([
-      ["Parameters", parametersOf(row)], ["Positions", row.positions], ["Evicts", row.evict], ["Seed", String(row.seed)], [question.measure === "perplexity" ? "K and V, all streams" : "K and V", `${bytes(row.kv_bytes)}${row.kv_share === null ? "" : `, ${share(row.kv_share)} of dense`}`],
+      ["Parameters", parametersOf(row)], ["Positions", row.positions], ["Evicts", row.evict], ["Seed", String(row.seed)], [question.measure === "perplexity" ? "K and V, all streams" : "K and V", `${bytes(row.kv_bytes)}${row.kv_share === null ? "" : `, ${share(row.kv_share)} of dense`}${row.kv_read_bytes === null ? "" : `, of which a step reads ${bytes(row.kv_read_bytes)}`}`],
       ["Code", row.code], ["Paper", paper.arxiv ? el("a", { href: `https://arxiv.org/abs/${paper.arxiv}`, textContent: paper.paper.split(";")[0] }) : paper.paper],
       ["Lost to dense", dense && `${signed(dense.value)} ${interval(dense.low, dense.high)}`],
       ["Right answers", row.answers.map(({ task, right, questions }) => `${task}: ${right} of ${questions}`).join("; ")],
