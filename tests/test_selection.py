@@ -154,16 +154,23 @@ def test_bytes_read_are_those_of_the_newest_querys_tokens(size: int) -> None:
     assert read_bytes(decoder_of(Dense())) is None
 
 
-@pytest.mark.parametrize("size", [1, 64])
-def test_pages_cost_state_that_is_read(size: int) -> None:
-    read, tokens = decoder_of(Quest(budget=4, page=4, dense_layers=0)), tokens_of(64)
+@pytest.mark.parametrize("size", [1, 62])
+def test_extremes_of_pages_are_read_and_held(size: int) -> None:
+    read, tokens = decoder_of(Quest(budget=64, page=4, dense_layers=1)), tokens_of(62)
     before = read.state_bytes
     in_blocks(read, tokens, size)
-    model, extremes = read.model, 2 * 16 * sum(s.heads * s.key_dim * 8 for s in read.model.layers)
+    second = read.model.layers[1]
+    extremes = 16 * 2 * second.heads * second.key_dim * 8  # 16 pages, the last of two tokens
+    assert read_bytes(read) == read.held_bytes + extremes
     assert read.state_bytes - before >= extremes  # in steps, with the pages of empty slots
-    at_most = sum(12 * s.heads * s.group * (s.key_dim + s.value_dim) * 8 for s in model.layers)
-    least = sum(12 * s.heads * (s.key_dim + s.value_dim) * 8 for s in model.layers)
-    assert least <= read_bytes(read) - extremes <= at_most
+
+
+def test_random_numbers_of_a_query_are_those_of_the_view_in_deep_models() -> None:
+    query, layer = torch.zeros(1, 2, 1, 1, 4), 29
+    queries = Queries(query, torch.zeros(1, 1), query, layer, 30, SEED, lambda _: (query, query))
+    drawn = queries.uniform(torch.arange(5).view(1, 1, 1, 1, -1))[0, :, 0, 0]
+    expected = [[uniform_number(layer, head, position, SEED) for position in range(5)] for head in range(2)]
+    assert drawn.tolist() == expected
 
 
 @pytest.mark.parametrize(
