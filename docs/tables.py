@@ -375,10 +375,13 @@ def _selects(record: Record) -> str:
         "dense": "everything",
         "quest": "`quest`, {budget} tokens in pages of {page}",
         "sparse_strided": "`sparse_strided`, stride {stride}",
-        "longformer_dilated": "`longformer_dilated`, {window} tokens, every {dilation}th",
+        "longformer_dilated": "`longformer_dilated`, {window} tokens, every {dilation}th in {heads}",
         "bigbird": "`bigbird`, {random} of {first} + {window} + {random} blocks of {block} at random",
     }
-    return labels[cell.policy].format(**given) + everywhere
+    heads = {
+        "heads": "all heads" if given.get("heads") is None else "one head" if given["heads"] == 1 else f"{given['heads']} heads"
+    }
+    return labels[cell.policy].format(**given | heads) + everywhere
 
 
 def selected() -> str:
