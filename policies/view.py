@@ -134,7 +134,8 @@ class CacheView:
 def uniform(position: Tensor, head: Tensor, layer: Tensor | int, seed: int) -> Tensor:
     """A random number in [0, 1) for each position, head and layer: a hash. The arguments broadcast, int64. -> float32."""
     by_position, by_head, by_layer, _ = _HASH_MULTIPLIERS
-    layer = torch.as_tensor(layer)  # products of tensors wrap at 64 bits
+    if isinstance(layer, int):  # products of tensors wrap at 64 bits
+        layer = torch.full((), layer, dtype=torch.int64, device=position.device)
     x = position * by_position + head * by_head + layer * by_layer + mixed_seed(seed)
     for multiplier in (by_position, by_head):
         x = (x ^ (x >> 29)) * multiplier

@@ -418,7 +418,7 @@ def test_intervals_of_pass_at_k_are_over_questions(four):
         """pass@1 of four answers to each question, so many of which are right. -> its width, and the text."""
         figures = sample_figures([{"score": c / 4, "scores": [1.0] * c + [0.0] * (4 - c)} for c in right[:questions]])
         kept = {k: v for k, v in four[0][0].metrics.as_json().items() if k not in figures}
-        text = _pass_at(LmEvalMetrics.from_json(kept | figures), 1)
+        text = _pass_at(LmEvalMetrics.from_json(kept | figures), "1")
         ends = re.search(r"\[([\d.]+), ([\d.]+)\]", text)
         return (float(ends[2]) - float(ends[1])) / 100 if ends else None, text
 

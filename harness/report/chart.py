@@ -28,6 +28,7 @@ _COLOURS = {
     "other": ("#5b4bc4", "#b3a6ff"),
     "query": ("#7a5c00", "#e8d44a"),
     "merge": ("#4f7a00", "#b5e550"),
+    "select": ("#6b4226", "#d2a679"),
 }
 _MEMBERS = {
     "reference": ("dense", "recompute_window", "recompute_sink_window"),
@@ -39,6 +40,7 @@ _MEMBERS = {
     "budget": ("adakv", "pyramidkv", "cake", "headkv", "duo_attention"),
     "prompt": ("simlayerkv", "fastgen"),
     "merge": ("cam", "d2o", "merging"),
+    "select": ("quest", "bigbird", "sparse_strided", "longformer_dilated"),
 }
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
 _DASHES: tuple[tuple[int, ...], ...] = (
