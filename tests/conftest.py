@@ -75,28 +75,6 @@ def triton() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-@pytest.fixture
-def bfloat16_as_on_a_gpu(triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts float32 off to bfloat16, and multiplies that as integers. Here it does what a GPU does."""
-    import torch
-    from triton.language import bfloat16, float32
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    cast, multiply = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
-
-    def rounded(self: Any, x: Any, to: Any) -> Any:
-        if (x.dtype.scalar, to.scalar) != (float32, bfloat16):
-            return cast(self, x, to)
-        near = torch.from_numpy(x.data.astype("float32")).to(torch.bfloat16)
-        return TensorHandle(near.view(torch.int16).numpy().view("uint16"), bfloat16)
-
-    def wide(x: Any) -> Any:
-        return x if x.dtype.scalar != bfloat16 else TensorHandle((x.data.astype("uint32") << 16).view("float32"), float32)
-
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", lambda self, a, b, *more: multiply(self, wide(a), wide(b), *more))
-
-
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a byte-level tokenizer, as a folder a user could name."""
@@ -127,14 +105,6 @@ def machine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512, bos_token_id=0).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every policy that evicts, by name."""
-    from every_policy import instances
-
-    return instances(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from kvbench.harness.core import plugins
 from kvbench.policies import Policy
 
 LAYERS, HEADS = 2, 2  # of the tiny llama
-DECIDED_BY_THE_PROMPT = ["adakv", "cake", "d2o", "fastgen", "simlayerkv"]  # the budgets
 LONGEST = 400  # tokens of a stream that `replay` can replay, and the largest capacity it knows
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
-from reference import after_sinks, by_mass, by_number, by_position
+from reference import after_sinks, by_number, lightest, oldest
 from torch import Tensor
 
 from kvbench.harness.core import plugins
@@ -40,6 +40,7 @@ MODES = ["cache", "stream", "clamped"]
 # The design demands 1e-5. That holds in float64, where no rounding can hide a mistake; float32 gets 1e-4, because
 # two orders of the same sums already differ by 1e-5 in logits of size 6.
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}
+BOTH = pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 needs_compiler = pytest.mark.skipif(
     DEVICE.type != "cpu" or shutil.which("cc") is None, reason="compiled walks are for CPUs and need a C compiler"
 )
@@ -290,14 +291,14 @@ def uniform_number(layer: int, head: int, position: int, seed: int) -> float:
     return float(view.uniform()[0, head, 0])
 
 
-def worth_of(policy: Policy, capacity: int, seed: int):
-    """What the list-based version of a policy holds a token for."""
+def chooser(policy: Policy, capacity: int, seed: int):
+    """The list-based version of a policy's choice."""
     bound = policy.bind(capacity)
     if isinstance(bound, SinkWindow):
         return after_sinks(bound.sinks)
     if isinstance(bound, H2O):
-        return by_mass(bound.window)
-    return by_position if isinstance(bound, Window) else by_number(lambda *at: uniform_number(*at, seed))
+        return lightest(bound.window)
+    return oldest if isinstance(bound, Window) else by_number(lambda *at: uniform_number(*at, seed))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import io
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for CUDA run in Triton's interpreter; read when it is imported
 
 from kvbench.harness.core.device import use_full_float32  # noqa: E402
-from kvbench.harness.engine.loop import decoder  # noqa: E402
-from kvbench.harness.engine.method import EAGER, OwnLoop  # noqa: E402
 from kvbench.harness.engine.model import Model, adopt  # noqa: E402
 from kvbench.harness.models.families import tiny_model  # noqa: E402
 
@@ -52,13 +50,6 @@ def in_blocks(read, tokens: torch.Tensor, size: int) -> torch.Tensor:
 def nll(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """NLL of every token but the first. [B, T - 1]."""
     return -logits[:, :-1].double().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-
-
-def after_prompt(model: Model, config: Any, tokens: torch.Tensor, prompt: int, attention: str = "") -> torch.Tensor:
-    """NLL of what follows a prompt that is read at once, token by token, in the own loop of a contestant."""
-    read = decoder(model, config, len(tokens), replace(EAGER, own_loop=OwnLoop(attention)))
-    logits = [read.read_prompt(tokens[:, :prompt], prompt)[:, None], *(read(x) for x in tokens[:, prompt:].split(1, 1))]
-    return nll(torch.cat(logits, 1), tokens[:, prompt - 1 :])
 
 
 @dataclass

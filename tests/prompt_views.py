@@ -7,7 +7,6 @@ Axis letters: B streams, H KV heads, G query heads of a KV head, N tokens of the
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -136,33 +135,9 @@ def output_of(model: Model, layer: int) -> Tensor | None:
     return weight.unflatten(1, (shape.heads, shape.group, -1)).permute(1, 2, 0, 3)
 
 
-def importance_in_other_slots(policy: Policy, view: CacheView, stale: int, empty: int = 4) -> Tensor:
-    """Importance of the tokens, oldest first, in slots of any order, some of them empty and full of garbage. [B, H, N].
-
-    stale: position in empty slots.
-    """
-    slots = view.rank.shape[-1] + empty
-    draw = torch.Generator().manual_seed(1)
-    order = torch.stack([torch.randperm(slots, generator=draw) for _ in range(view.rank[..., 0].numel())])
-
-    def moved(x: Tensor, garbage: float) -> Tensor:
-        x = torch.cat([x, torch.full_like(x[:, :, :empty], garbage)], 2)
-        return x.take_along_dim(order.view(*x.shape[:3], *[1] * (x.dim() - 3)), 2)
-
-    other = copy(view)
-    other.rank, other.position = moved(view.rank, slots), moved(view.position, stale)
-    other.keys, other.values = moved(view.keys, 1e6), moved(view.values, 1e6)
-    other.states = {s: moved(x, 50.0) if s.per == "slot" else x for s, x in view.states.items()}
-    return policy.importance(other).take_along_dim(other.rank.argsort(-1), 2)[..., :-empty]
-
-
 def kept(policy: Policy, view: CacheView, budget: int | Tensor) -> list[list[list[int]]]:
     """Positions that survive the prompt's end: the highest (importance, rank). budget: tokens, or [B, H] int64."""
-    return highest(policy.importance(view), budget)
-
-
-def highest(importance: Tensor, budget: int | Tensor) -> list[list[list[int]]]:
-    """Ranks of the highest (importance, rank) of each stream and head."""
+    importance = policy.importance(view)
     counts = budget if isinstance(budget, Tensor) else torch.full(importance.shape[:2], budget)
     return [
         [

@@ -9,12 +9,10 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 
 import torch
 from torch import Tensor
 
-from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine import attention
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.model import Model
@@ -31,39 +29,33 @@ class Held:
     newest_mass: float = 0.0  # of the last step alone
 
 
-# (tokens of a head, step, layer, head) -> how much each token is worth
-Worth = Callable[[list[Held], int, int, int], list[float]]
+# (tokens of a head, step, layer, head) -> index of the victim
+Chooser = Callable[[list[Held], int, int, int], int]
 
 
-def by_position(held: list[Held], step: int, layer: int, head: int) -> list[float]:
-    """New tokens are kept."""
-    return [t.position for t in held]
+def oldest(held: list[Held], step: int, layer: int, head: int) -> int:
+    return 0
 
 
-def after_sinks(sinks: int) -> Worth:
-    return lambda held, step, layer, head: [inf if t.position < sinks else t.position for t in held]
+def after_sinks(sinks: int) -> Chooser:
+    return lambda held, step, layer, head: next(i for i, t in enumerate(held) if t.position >= sinks)
 
 
-def by_mass(window: int) -> Worth:
-    """H2O: tokens in the window are kept, and of the others those with the largest accumulated mass."""
-    return lambda held, step, layer, head: [inf if step - t.position < window else t.mass for t in held]
+def lightest(window: int) -> Chooser:
+    """H2O: the token outside the window with the lowest accumulated mass; the oldest among equals."""
+
+    def choose(held: list[Held], step: int, layer: int, head: int) -> int:
+        old = [i for i, t in enumerate(held) if step - t.position >= window]
+        return min(old, key=lambda i: (held[i].mass, held[i].position))
+
+    return choose
 
 
-def by_number(number: Callable[[int, int, int], float]) -> Worth:
-    """Random: a random number, which is a function of (layer, head, position)."""
-    return lambda held, step, layer, head: [number(layer, head, t.position) for t in held]
-
-
-def by_key_norm(held: list[Held], step: int, layer: int, head: int) -> list[float]:
-    """Small keys are kept."""
-    return [-float(t.key.float().norm()) for t in held]
-
-
-def by_distance_from_mean(held: list[Held], step: int, layer: int, head: int) -> list[float]:
-    """Tokens whose key points elsewhere than the mean of the head's unit keys are kept; the newest always."""
-    unit = [t.key.double() / t.key.double().norm().clamp(min=1e-12) for t in held]  # a padding token's key is 0
-    mean = torch.stack(unit).sum(0)
-    return [inf if t.position == step else -float(u @ mean / mean.norm()) for t, u in zip(held, unit, strict=True)]
+def by_number(number: Callable[[int, int, int], float]) -> Chooser:
+    """Random: the token with the lowest random number, a function of (layer, head, position)."""
+    return lambda held, step, layer, head: min(
+        range(len(held)), key=lambda i: (number(layer, head, held[i].position), held[i].position)
+    )
 
 
 def family_rotation(model: Model) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -78,7 +70,7 @@ class ListBackend:
     """Reads one stream token by token, with attention over lists that grow and shrink."""
 
     model: Model
-    worth: Worth
+    choose: Chooser
     capacity: int
     mode: str = "cache"
     limit: int = 0
@@ -126,27 +118,19 @@ class ListBackend:
             out.append(mass @ torch.stack([t.value for t in held]))
             for token, m in zip(held, mass.sum(0), strict=True):
                 token.mass, token.newest_mass = float(torch.tensor(token.mass, device=m.device) + m), float(m)
-        self._cut(layer, [self.held[layer, head] for head in range(keys.shape[1])])
+        if self.step >= self.first_eviction:
+            self._evict(layer, [self.held[layer, head] for head in range(keys.shape[1])])
         return torch.cat(out)[None, :, None]
 
-    def _cut(self, layer: int, heads: list[list[Held]]) -> None:
+    def _evict(self, layer: int, heads: list[list[Held]]) -> None:
         """Cut every head of a layer back to its capacity; evicted tokens are merged first."""
-        excess = [len(held) - (self.budgets or {}).get(layer, self.capacity) for held in heads]
-        if self.step < self.first_eviction or max(excess) < self.every:
-            return
-        victims = [self._evict(layer, {head: held}, excess[head]) for head, held in enumerate(heads)]
-        if self.merge is not None:
-            self.merge(heads, victims, layer)
-
-    def _evict(self, layer: int, heads: dict[int, list[Held]], count: int, floor: int = 0) -> list[Held]:
-        """Delete the tokens that are worth least, the older and then the lower head first among equals. -> oldest first."""
-        candidates = []
-        for head, held in heads.items():
-            worth = self.worth(held, self.step, layer, head)
-            order = sorted(range(len(held)), key=lambda i: (worth[i], i))
-            candidates += [(worth[i], i, head) for i in order[: len(held) - floor]]
-        chosen = sorted(sorted(candidates)[: max(0, count)], key=lambda c: -c[1])
-        return [heads[head].pop(i) for _, i, head in chosen][::-1]
+        victims: list[list[Held]] = [[] for _ in heads]
+        for head, held in enumerate(heads):
+            budget = (self.budgets or {}).get(layer, self.capacity)
+            while len(held) >= budget + (1 if victims[head] else self.every):
+                victims[head].append(held.pop(self.choose(held, self.step, layer, head)))
+        if self.merge is not None and any(victims):
+            self.merge(heads, [sorted(x, key=lambda t: t.position) for x in victims], layer)
 
     def _places(self, held: list[Held]) -> tuple[int, list[int]]:
         """The positions of the query and the keys."""
@@ -160,61 +144,6 @@ class ListBackend:
         """Rotate with the family's own functions. [N, D] at [N] positions."""
         cos, sin = self.model.hf.base_model.rotary_emb(x[None], places[None])
         return self.rotate(x[None, None], x[None, None], cos, sin)[0][0, 0]
-
-
-@dataclass
-class BudgetBackend(ListBackend):
-    """Reference that reads one stream token by token under budgets.
-
-    Attributes:
-        table: budget of every head. [L][H].
-        floor: smallest number of tokens per head if the heads of a layer share a budget; else None.
-        prompt: tokens read before the first eviction; 0: none.
-        grows: whether nothing is evicted after the prompt.
-        pages: settings if whole pages of `every` tokens are evicted.
-    """
-
-    table: list[list[int]] = field(default_factory=list)
-    floor: int | None = None
-    prompt: int = 0
-    grows: bool = False
-    pages: Pages | None = None
-
-    def _cut(self, layer: int, heads: list[list[Held]]) -> None:
-        if self.step + 1 < self.prompt or (self.grows and self.step + 1 > self.prompt):
-            return
-        at_once = 1 if self.step + 1 == self.prompt else self.every
-        if self.pages is not None:
-            self._evict_pages(layer, heads, at_once)
-        elif self.floor is None:
-            for head, held in enumerate(heads):
-                excess = len(held) - self.table[layer][head]
-                self._evict(layer, {head: held}, excess if excess >= at_once else 0)
-        else:
-            excess = sum(map(len, heads)) - sum(self.table[layer])
-            self._evict(layer, dict(enumerate(heads)), excess if excess >= len(heads) * at_once else 0, self.floor)
-
-    def _evict_pages(self, layer: int, heads: list[list[Held]], size: int) -> None:
-        """Delete the pages that are worth least, those without protected tokens and then the oldest first among equals."""
-        judged = []
-        for head, held in enumerate(heads):
-            worth = self.worth(held, self.step, layer, head)
-            pages = [worth[i : i + size] for i in range(0, len(worth) - size + 1, size)]
-            mean = self.pages.worth == "mean"
-            judged.append([(sum(page) / size if mean else max(page), page.count(inf)) for page in pages])
-        if self.pages.by == "union":
-            judged = [[tuple(map(max, *page)) for page in zip(*judged, strict=True)]] * len(heads)
-        for head, held in enumerate(heads):
-            order = sorted(range(len(judged[head])), key=lambda i, of=judged[head]: (*of[i], i))
-            for page in sorted(order[: max(0, len(held) - self.table[layer][head]) // size], reverse=True):
-                del held[page * size : (page + 1) * size]
-
-
-def budgeted(model: Model, tokens: Tensor, **how) -> BudgetBackend:
-    """The reference after a stream; `logits` are of all its tokens. how: of `BudgetBackend`."""
-    backend = BudgetBackend(model, capacity=10**9, **how)
-    backend.logits = backend.run(tokens)
-    return backend
 
 
 @dataclass

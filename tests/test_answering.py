@@ -255,3 +255,11 @@ def test_arc_is_one_stream_or_one_stream_a_question(arc_dir, tokenizer, tmp_path
     ).as_json()
     assert found["questions"] == 2
     assert "no evidence" in found["in_cache"]
+
+
+def test_a_distance_beyond_the_stream_can_not_be_asked():
+    with pytest.raises(ValueError, match="beyond the stream"):
+        StreamEvalOptions(distance=1001)
+    StreamEvalOptions(distance=1000)
+    with pytest.raises(ValueError, match="below lowest"):
+        StreamEvalOptions(lowest=5, highest=4)

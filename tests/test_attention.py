@@ -47,6 +47,22 @@ def test_weights_chunk_by_chunk_are_the_models_own(family):
         torch.testing.assert_close(seen.weights(layer), expected, atol=1e-6 if exact else 1e-5, rtol=0, check_dtype=False)
 
 
+def test_a_built_in_model():
+    """In float64 the same weights; in float32 as near to them as the model's own attention, whose rounding differs."""
+    hf, single, double = (
+        load_model(model_directory("builtin:sink_1", None, False), "float32", torch.device("cpu")).hf,
+        Whole(),
+        Whole(),
+    )
+    watch(hf, single, input_ids=IDS)
+    assert hf.config._attn_implementation == "kv_bench"
+    own = list(eager_weights(hf))
+    watch(hf.double(), double, input_ids=IDS)
+    for layer, exact in enumerate(eager_weights(hf)):
+        torch.testing.assert_close(double.weights(layer), exact, atol=1e-6, rtol=0)
+        assert (single.weights(layer) - exact).abs().max() <= 2 * (own[layer] - exact).abs().max()
+
+
 def test_figures_are_those_of_their_definitions():
     hf, notes = tiny_model("llama").double(), Notes(TOKENS, 8)
     watch(hf, notes, input_ids=IDS)

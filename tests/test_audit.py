@@ -115,19 +115,55 @@ def test_the_first_step_that_differs_from_a_policy():
 
 
 @pytest.mark.parametrize(
-    ("name", "declared", "verdict"),
+    ("name", "declared", "verdict", "evidence"),
     [
-        ("Window", 2, "fail"),
-        ("Window", 0, "not applicable"),
-        ("IgnoresPadding", 4, "pass"),
-        ("IgnoresPadding", 0, "pass"),
-        ("SinksLostLater", 0, "fail"),
+        ("Window", 2, "fail", "at step 17, layer 0: token 0 of the first 2 is no longer held"),
+        (
+            "Window",
+            0,
+            "not applicable",
+            "none are declared, and none survive the first eviction in all heads; token 0 is held at the end by 0 of 4 KV heads",
+        ),
+        ("IgnoresPadding", 4, "pass", "the first 4 tokens are held at every step"),
+        (
+            "IgnoresPadding",
+            0,
+            "pass",
+            "the first 4 tokens are held at every step; not declared, but they survive the first eviction",
+        ),
+        (
+            "SinksLostLater",
+            0,
+            "fail",
+            "at step 18, layer 0: token 0 of the first 4 is no longer held; not declared, but they survive the first eviction",
+        ),
     ],
 )
-def test_sinks_that_are_not_declared_are_those_of_the_first_eviction(name, declared, verdict):
+def test_sinks_that_are_not_declared_are_those_of_the_first_eviction(name, declared, verdict, evidence):
     check = only("sinks", getattr(wrong_caches, name), budget=BUDGET, sinks=declared).checks[-1]
-    assert check.verdict == verdict
-    assert (verdict == "not applicable") or ("not declared" in check.evidence) == (declared == 0)
+    assert (check.verdict, check.evidence) == (verdict, evidence)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "evidence"),
+    [
+        (
+            "Window",
+            "pass",
+            "crop(-4) after 8 tokens; after 24, with some evicted, crop(-4) is refused: ValueError",
+        ),
+        ("CropsByTextIndex", "fail", "after 24 tokens, crop(-4): layer 0 still holds 4 rows of removed tokens"),
+        ("CropsWindowByLength", "fail", "after 24 tokens, crop(-4): get_seq_length said 24 before, and 13 after the next token"),
+    ],
+)
+def test_tokens_are_removed_before_and_after_an_eviction(name, verdict, evidence):
+    check = only("crop", getattr(wrong_caches, name), budget=BUDGET).checks[-1]
+    assert (check.verdict, check.evidence.split(": evicted tokens")[0]) == (verdict, evidence)
+
+
+def test_memory_is_that_between_steps():
+    check = only("memory", wrong_caches.KeepsViews, budget=BUDGET).checks[-1]
+    assert check.evidence == "32,768 bytes are allocated between steps, before step 64; 16 tokens are held, of 512 bytes each"
 
 
 def test_the_mask_of_a_sliding_window_hides_earlier_tokens():
@@ -143,6 +179,12 @@ def test_keys_that_hardly_turn_are_placed_exactly():
         weight = layer.self_attn.k_proj.weight.data.unflatten(0, (-1, 2, slow.config.head_dim // 2))
         weight[:, :, :-1] *= 1e-3  # all frequencies but the lowest
     assert only("positions", wrong_caches.Ranked, slow, budget=BUDGET).ok
+
+
+def test_a_cache_that_keeps_the_first_tokens_keeps_padding():
+    check = only("padding", wrong_caches.IgnoresPadding, budget=BUDGET).checks[-1]
+    assert check.verdict == "fail"
+    assert check.evidence.endswith("; it keeps the first 4 tokens, here padding")
 
 
 def test_json_has_the_ranges_of_tokens_held_before_every_step():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
 from kvbench.harness.core.codec import Codec
@@ -176,18 +179,29 @@ def test_a_mistake_in_an_axis_is_one_line_with_its_place(tmp_path, entry, change
 def test_a_share_of_the_prompt_is_the_cell_of_as_many_tokens(tmp_path):
     shares = load(tmp_path, GOOD.replace("[8, 16]", "{share: [0.2, 0.4]}"))
     assert [c.id for c in shares] == [c.id for c in load(tmp_path)]
-    text = GOOD.replace("tokens: 100, prompt: 40", "tokens: 200, prompt: 100")
-    cell = load(tmp_path, text.replace("[8, 16]", "{share: 0.29}"))[-1]
-    assert cell.capacity == 29, "rounded down exactly: as floats 0.29 x 100 is 28.999999999999996"
+
+
+@given(st.integers(1, 100_000), st.integers(1, 1000))
+@example(100, 290)
+def test_a_share_is_rounded_down_exactly(prompt, thousandths):
+    """Not by float: 0.29 x 100 is 28.999999999999996."""
+    from kvbench.harness.suite.entries import _of_prompt
+
+    expected = int(Fraction(thousandths, 1000) * prompt)
+    if expected:
+        assert _of_prompt(thousandths / 1000, prompt) == expected
+    else:
+        with pytest.raises(ValueError, match="less than one token"):
+            _of_prompt(thousandths / 1000, prompt)
 
 
 @pytest.mark.parametrize(("evict", "spare"), [("step", 1), ("prompt", 1), ("{every: 7}", 7)])
-@pytest.mark.parametrize("size", ["64KiB", "65536", "0.1MiB", "70kB"])
+@pytest.mark.parametrize("size", ["64KiB", "65536", "0.1MiB"])
 def test_bytes_are_as_many_slots_as_fit(tmp_path, evict, spare, size):
     """The slots of one stream: the tokens kept, and those that come before as many go."""
     entry = f"{{name: h2o, window: 1, capacity: {{bytes: {size}}}, evict: {evict}}}"
     (cell,) = (c for c in load(tmp_path, with_policy(entry)) if c.name == "h2o")
-    shape, size_in_bytes = readable_shape(MODEL, None), {"65536": 65536, "0.1MiB": 104857, "70kB": 70_000}.get(size, 65536)
+    shape, size_in_bytes = readable_shape(MODEL, None), {"64KiB": 65536, "65536": 65536, "0.1MiB": 104857}[size]
     assert shape.kv_bytes(cell.capacity + spare - 1, 1, 4) <= size_in_bytes < shape.kv_bytes(cell.capacity + spare, 1, 4)
 
 

@@ -19,9 +19,18 @@ from kvbench.policies.window import Window
 class Wrong(Composed):
     score: Policy = Window()
     more: int = 0
+    layers: int = 0
 
     def budgets(self, capacity, layers, heads, prompt):
-        return [[capacity + self.more] * heads] * layers
+        return [[capacity + self.more] * heads] * (self.layers or layers)
+
+
+@dataclass(frozen=True)
+class Floor(Composed):
+    score: Policy = Window()
+
+    def pool_floor(self, capacity):
+        return capacity + 1
 """
 SUITE = """suite: mine
 version: 1
@@ -39,7 +48,10 @@ policies:
     ("entry", "words"),
     [
         ('{name: "FILE:Wrong", more: 1, capacity: 16}', ("add up to", "make")),
+        ('{name: "FILE:Wrong", layers: 1, capacity: 16}', ("table of budgets is for layers with",)),
         ("{name: headkv, file: TABLE, capacity: 32}", ("expected {'importance': 4 lists of 2",)),
+        ('{name: "FILE:Floor", capacity: 16}', ("at least 17", "16 on average")),
+        ("{name: window, capacity: 16, evict: prompt}", ("prompt",)),
         ("{name: d2o, capacity: 16}", ("D2O merges keys", "positions must be stream")),
     ],
 )

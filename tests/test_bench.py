@@ -75,6 +75,16 @@ def test_the_record_agrees_with_its_trace(ran):
 
 
 @pytest.mark.slow("measures suites")
+def test_blocks_and_token_by_token_give_the_same_trace(ran, model_dir, text_dir, tmp_path):
+    folder, _ = ran
+    done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--block", 1, "--policy", "h2o", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (one,) = (np.load(p) for p in tmp_path.rglob("*h2o*.npy"))
+    (many,) = (np.load(p) for p in folder.rglob("*h2o*.npy"))
+    np.testing.assert_allclose(one, many, atol=1e-4)
+
+
+@pytest.mark.slow("measures suites")
 def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text_dir):
     folder, _ = ran
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "window")
@@ -82,6 +92,18 @@ def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text
     assert "finished before and skipped" in again.stderr
     assert "skipped" not in bench(*args, "--fresh", cwd=folder).stderr
     assert "skipped" not in bench(*args, "--set", "tokens=400", cwd=folder).stderr, "another question"
+
+
+@pytest.mark.slow("measures suites")
+def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_dir):
+    (tmp_path / "mine.py").write_text(POLICY)
+    policies = ["--policy", "mine.py:Newest", "--policy", "window"]
+    done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, *policies, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    mine, window = json.loads(done.stdout)
+    assert mine["cell"]["policy"] == "mine.py:Newest"
+    assert mine["metrics"]["nll"] == pytest.approx(window["metrics"]["nll"], abs=1e-6)
+    assert bench("policy", "check", "mine.py:Newest", "--capacity", 17, cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.slow("measures suites")
@@ -94,12 +116,42 @@ def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):
     assert "skipped" not in bench(*args, cwd=tmp_path).stderr
 
 
+@pytest.mark.slow("measures suites")
+def test_a_failing_cell_becomes_a_record_and_the_rest_go_on(tmp_path, model_dir, text_dir):
+    (tmp_path / "bad.py").write_text(
+        POLICY.replace("return view", "raise RuntimeError('broken on purpose')\n        return view")
+    )
+    args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "bad.py:Newest", "--policy", "window")
+    done = bench(*args, cwd=tmp_path)
+    assert done.returncode == 4
+    assert "FAILED, RuntimeError: broken on purpose" in done.stderr
+    records, _ = RecordStore(tmp_path / "results").read_all()
+    assert {r.cell.policy: r.status for r in records} == {"bad.py:Newest": "failed", "window": "ok"}
+    assert not list(tmp_path.rglob("*.partial"))
+
+
 def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
     empty = tmp_path / "empty-model"
     empty.mkdir()
     assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
     (empty / "config.json").write_text((model_dir / "config.json").read_text())
     assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+
+
+def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["lm_head.weight"][5] = float("inf")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    done = bench("run", "smoke", "--model", broken, "--data", text_dir, "--policy", "window", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "logits are not finite in float32: its weights are damaged" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

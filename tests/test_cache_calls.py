@@ -211,12 +211,18 @@ def test_every_policy_opens_however_it_evicts(evict, tmp_path):
             assert kept.report()["policy"] == name
 
 
-def test_a_policy_inside_is_chosen_as_in_a_suite():
-    refused(
-        "^kvbench.Cache: dense never evicts, so no policy can hold it$",
-        lambda: kvbench.Cache(plain(), "adakv", 16, score="dense"),
-    )
-    refused("score: 2 policies; give one$", lambda: kvbench.Cache(plain(), "adakv", 16, score=["h2o", "knorm"]))
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        ("dense", "dense never evicts, so no policy can hold it"),
+        (5, "expected a policy's name or a mapping with its name, not 5"),
+        ({"window": 5}, "the policy's 'name' is missing"),
+        (["h2o", "knorm"], "score: 2 policies; give one"),
+    ],
+    ids=str,
+)
+def test_a_policy_that_none_can_hold_is_refused(score, says):
+    refused(f"^kvbench.Cache: {says}$", lambda: kvbench.Cache(plain(), "adakv", 16, score=score))
     assert kvbench.Cache(plain(), "adakv", 16, score=H2O(window=4)).report()["parameters"]["score"]["window"] == 4
 
 

@@ -15,7 +15,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.report.compare import differences
-from kvbench.harness.tasks.divergence import COMPARED, Divergence, DivergenceOptions, figures
+from kvbench.harness.tasks.divergence import COMPARED, Divergence, DivergenceOptions, compare, figures
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -85,6 +85,16 @@ def test_after_a_prompt_only_what_follows_is_compared(evict, tmp_path):
         assert trace["kl"][:, 0].max() < 1e-8, "the first comes of the prompt itself"
     else:
         np.testing.assert_allclose(trace["kl"], measured(H2O(), 8, tmp_path)[1]["kl"][:, 19:], atol=1e-4)
+
+
+def test_two_coins():
+    """KL of (1/2, 1/2) from (1/4, 3/4), by hand: log(2) - log(3) / 2 nats; the other way round 3/4 log(3) - log(2)."""
+    fair, bent = (torch.tensor([[p, 1 - p]]).log()[None] for p in (0.5, 0.25))
+    one = compare(fair, bent, torch.tensor([[1]]))[0, 0]
+    assert one["kl"] == pytest.approx(np.log(2) - np.log(3) / 2)
+    assert compare(bent, fair, torch.tensor([[1]]))[0, 0]["kl"] == pytest.approx(0.75 * np.log(3) - np.log(2))
+    assert not one["agrees"]
+    assert (one["nll"], one["dense_nll"]) == (pytest.approx(-np.log(0.75)), pytest.approx(np.log(2)))
 
 
 def drawn(shift: float, samples=130, seed=0):

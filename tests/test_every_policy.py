@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from every_policy import HEADS, LAYERS, evicting
+from every_policy import HEADS, LAYERS, evicting, instances
 from factories import CLOSE, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +33,11 @@ pytestmark = pytest.mark.fast
 CAPACITY, PROMPT, LENGTH, DOUBLE = 16, 44, 64, torch.float64
 NAMES = evicting()
 every_policy = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
+    return instances(tmp_path_factory.mktemp("files"))
 
 
 def config_of(policy: Policy, evict: Evict, capacity: int = CAPACITY) -> CacheConfig:

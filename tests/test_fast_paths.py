@@ -9,13 +9,14 @@ from factories import MODES, Odd, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.harness.engine import fastcheck, walk
+from kvbench.harness.engine import closed_form, fastcheck, walk
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.trial import MethodCheck
-from kvbench.harness.kernels import compiler, flex
-from kvbench.policies import CacheView
+from kvbench.harness.kernels import compiler, cpu_walk, flex
+from kvbench.harness.kernels.tracing import traced
+from kvbench.policies import AttentionSum, CacheView
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -108,6 +109,41 @@ def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
     assert (ours - theirs).mean().abs() < 0.01
 
 
+@pytest.mark.slow("many drawn cases")
+@needs_compiler
+@settings(max_examples=40)
+@given(
+    family=st.sampled_from([*FAMILIES, "mistral"]),
+    policy=st.sampled_from([H2O(), Random(), H2O(3)]),
+    capacity=st.sampled_from(CAPACITIES),
+    length=st.integers(2, 90),
+    sizes=st.lists(st.sampled_from([1, 2, 7, 20, 64, 90]), min_size=1, max_size=4),
+    streams=st.integers(1, 3),
+    seed=st.integers(-3, 2**40),
+    mode=st.sampled_from(MODES),
+    limit=st.integers(1, 40),
+)
+def test_the_compiled_walk_is_the_plain_one(family, policy, capacity, length, sizes, streams, seed, mode, limit):
+    """Exactly the same tokens kept, the same NLL, and single steps can follow."""
+    model, tokens = model_of(family), tokens_of(length, streams)
+    config = CacheConfig(policy, capacity, mode, limit, seed)
+    fast, plain = CachedDecoder(model, config, streams, FASTEST), CachedDecoder(model, config, streams, TOKEN_BY_TOKEN)
+    # A layer whose sliding window fits has a closed form.
+    assert not any(w.offers.isdisjoint(("compiled walk", "closed form")) for w in fast.walks)
+    ours, theirs = read_in(fast, tokens, sizes), read_in(plain, tokens, [5])
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+    for slots, other in zip((w.slots for w in fast.walks), (w.slots for w in plain.walks), strict=True):
+        held = min(length, slots.capacity)
+        for x, y in zip(slots.tensors.states.values(), other.tensors.states.values(), strict=True):
+            ours, theirs = (
+                z.take_along_dim(r.argsort(-1), 1)[:, :held] for z, r in ((x, slots.tensors.rank), (y, other.tensors.rank))
+            )
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+    fork = fast.fork(range(streams))
+    torch.testing.assert_close(fork(tokens[:, :9]), plain(tokens[:, :9]), atol=3e-4, rtol=0)
+
+
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_compiled_walk_does_not_depend_on_threads(threads):
@@ -186,18 +222,47 @@ def test_a_users_own_policy_is_compiled_too():
     assert fast.kept() == plain.kept()
 
 
+class Turned(Window):
+    def importance(self, view: CacheView):
+        return view.rotate(view.values, view.position).sum(-1)
+
+
+class Solved(Window):
+    def importance(self, view: CacheView):
+        return torch.linalg.pinv(view.keys.float()).sum(2)
+
+
 class Branching(Window):
     def importance(self, view: CacheView):
         return view.position.float() if view.position.max() > 3 else -view.position.float()
 
 
-def test_what_can_not_be_traced_is_walked_plainly_and_says_why():
-    why = "a branch that depends on a tensor"
-    assert why in compiler.why_not(Branching().bind(8))
-    walk = CachedDecoder(model_of("llama"), CacheConfig(Branching(), 8), method=KERNELS).walks[0]
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (Turned(), "a rotation of other vectors than the keys held"),
+        (Solved(), "'linalg_pinv' of a tensor"),
+        (Branching(), "a branch that depends on a tensor"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
+    assert why in compiler.why_not(policy.bind(8))
+    walk = CachedDecoder(model_of("llama"), CacheConfig(policy, 8), method=KERNELS).walks[0]
     assert "compiled walk" not in walk.offers
     assert why in walk.plain_because
     assert walk.lost == ""
+
+
+def test_what_is_traced_reads_like_the_policy():
+    importance, updates, widths, reads = traced(H2O(3).bind(8))
+    assert importance == "(((step - position) < 3LL) ? INFINITY : state.of[0LL])"
+    assert (updates, widths) == (("(state.of[0LL] + mass)",), (1,))
+    assert reads == {"state", "mass", "step", "position"}
+    assert traced(Random().bind(8))[:2] == ("uniform(position, head, layer, seed)", ())
+    assert AttentionSum() in H2O.statistics
+    for policy in (Random(sinks=2, window=3), Random(keep_prompt=True), H2O(normalise="age"), H2O(normalise="visible")):
+        assert traced(policy.bind(8)).importance
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="Triton's kernels need no C compiler")
@@ -212,6 +277,28 @@ def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
     walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), method=FASTEST).walks[0]
     assert "compiled walk" not in walk.offers
     assert "step kernel" not in walk.offers
+
+
+def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
+    model, config = model_of("llama"), CacheConfig(SinkWindow(4), 20)
+    assert fastcheck.fast_method(model, config).blocks == "closed form"
+    attend = closed_form.banded
+    monkeypatch.setattr(closed_form, "banded", lambda q, k, v, window, *rest, **more: attend(q, k, v, window - 1, *rest, **more))
+    found = fastcheck.fast_method(model, config)
+    assert found.blocks in ("compiled walk", "walk")
+    assert not found.method.closed_form
+    assert found.refused.startswith("closed form: its attention differs from the plain walk's")
+    assert found.differs > 1
+
+
+@needs_compiler
+def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
+    model, config = model_of("llama"), CacheConfig(H2O(), 20)
+    assert fastcheck.fast_method(model, config).blocks == "compiled walk"
+    kernel = compiler.built_of(Random().bind(20), "walk.c", "walk")
+    real = compiler.built_of
+    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
+    assert fastcheck.fast_method(model, config).blocks == "walk"
 
 
 @needs_compiler

@@ -23,8 +23,9 @@ from kvbench.harness.engine.runs import RunReader
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.kernels import fused
+from kvbench.harness.kernels import cpu_walk, fused
 from kvbench.harness.kernels.captured import CapturedSteps
+from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.kernels.cpu import CpuStepKernel, CpuWalkKernel
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.dense import Dense
@@ -324,6 +325,16 @@ def test_a_wrong_graph_in_16_bits_is_refused(monkeypatch, clock, as_on_cuda):
     found = fast_method(model, SINKS)
     assert (found.step, found.method.captured) == ("plain", False)
     assert "captured steps: its logits differ from those of steps that are not captured" in found.refused
+
+
+@needs_compiler
+def test_a_kernel_that_evicts_others_in_16_bits_is_refused(monkeypatch):
+    random, real = built_of(Random().bind(40), "walk.c", "walk"), cpu_walk.built_of
+    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: random if asked[2] == "walk" else real(*asked))
+    found = fast_method(in_bfloat16(2, 0.02), LOOKS)
+    assert found.blocks == "walk"
+    assert found.refused.startswith("compiled walk: ")
+    assert found.refused.endswith("% of the tokens it evicts are others than the plain walk's")
 
 
 @needs_compiler

@@ -126,7 +126,6 @@ def test_what_did_not_answer_in_the_check_is_not_used(monkeypatch, flexible):
     assert not found.method.walk_kernel
 
 
-@pytest.mark.fast
 def test_the_closed_form_in_plain_pytorch(monkeypatch):
     wrapped(monkeypatch, closed_form, "banded", lambda plain, *args, **more: 1.01 * plain(*args, **more))
     assert is_refused(fast_method(model_of("llama"), STREAMING), "closed form", "closed_form")
@@ -160,7 +159,14 @@ def test_chunks_of_a_walk_in_graphs(monkeypatch, replayable):
         assert is_refused(found, "walk in graphs", "walk_graphs", OTHERS)
 
 
-@pytest.mark.fast
+@needs_compiler
+def test_a_step_kernel_with_other_outputs(monkeypatch):
+    wrapped(monkeypatch, cpu.CpuStepKernel, "__call__", lambda plain, *args: 1.01 * plain(*args))
+    found = fast_method(model_of("llama"), HEAVY)
+    assert is_refused(found, "step kernels", "step_kernel")
+    assert found.method.walk_kernel
+
+
 @needs_compiler
 def test_a_compiled_walk_that_evicts_other_tokens(monkeypatch):
     random, real = built_of(Random().bind(20), "walk.c", "walk"), cpu_walk.built_of

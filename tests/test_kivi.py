@@ -10,7 +10,7 @@ from conftest import in_blocks, model_of, tokens_of
 from factories import check_streams_are_read_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Held, WideLists, by_position
+from reference import Held, WideLists
 from torch import Tensor
 
 from kvbench.harness.core.codec import Kivi
@@ -123,7 +123,7 @@ def refuse_unequal(codec: Kivi, length: int, size: int) -> None:
     """Compare a dense cache, read in steps, in blocks and by the plain walk, with lists."""
     model, tokens = model_of("llama", torch.float64), tokens_of(length)
     mode = "stream" if codec.keys == "rotated" else "cache"
-    lists = KiviLists(model, by_position, length, mode, codec=codec)
+    lists = KiviLists(model, lambda *_: 0, length, mode, codec=codec)
     theirs = lists.run(tokens)
     held = sum(bytes_held(len(x), codec, model.layers[0].key_dim, 8) for x in lists.held.values())
     for method, block in ((FASTEST, 1), (FASTEST, size), (TOKEN_BY_TOKEN, size)):
@@ -139,6 +139,20 @@ def test_a_dense_cache_equals_the_authors_rule(codec, keys):
     refuse_unequal(Kivi(codec.name, codec.group, keys=keys, residual=codec.residual), 40, 7)
 
 
+@pytest.mark.slow("many drawn cases")
+@settings(max_examples=15)
+@given(
+    name=st.sampled_from(["kivi4", "kivi2"]),
+    group=st.sampled_from([4, 8]),
+    groups=st.integers(1, 3),
+    length=st.integers(2, 60),
+    size=st.integers(2, 60),
+    keys=st.sampled_from(["unrotated", "rotated"]),
+)
+def test_any_dense_cache_equals_the_authors_rule(name, group, groups, length, size, keys):
+    refuse_unequal(Kivi(name, group, keys=keys, residual=groups * group), length, size)
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("policy", [SnapKV(window=4), Random(), AdaKV(SnapKV(window=4))], ids=lambda p: type(p).__name__)
 def test_what_is_kept_of_a_prompt_is_coded_in_the_order_of_arrival(policy, codec):
@@ -151,7 +165,7 @@ def test_what_is_kept_of_a_prompt_is_coded_in_the_order_of_arrival(policy, codec
         read.read_prompt(tokens[:, :40], 7 if read is split else 40)
     assert coded.kept() == plain.kept()
     held = 0
-    lists = KiviLists(model, by_position, 1000, "cache", codec=codec)
+    lists = KiviLists(model, lambda *_: 0, 1000, "cache", codec=codec)
     for at in range(len(model.layers)):
         ours, exact = (next(w for w in read.walks if at in w.slots.layers) for read in (coded, plain))
         ours, exact = (w.rows(w.slots.num_slots, at) for w in (ours, exact))

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import nll
-from helpers import after_prompt
 
 from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
@@ -50,6 +49,14 @@ def model() -> Model:
     return adopt(tiny_model("llama", vocab_size=512))
 
 
+def after_prompt(model: Model, wanted: CacheConfig, tokens: torch.Tensor, attention: str = "") -> torch.Tensor:
+    """NLLs of what follows the prompt, token by token."""
+    read = decoder(model, wanted, len(tokens), replace(EAGER, own_loop=OwnLoop(attention)))
+    logits = [read.read_prompt(tokens[:, :PROMPT], PROMPT)[:, None]]
+    logits += [read(tokens[:, t : t + 1]) for t in range(PROMPT, PROMPT + LATER)]
+    return nll(torch.cat(logits, 1), tokens[:, PROMPT - 1 :])
+
+
 @pytest.mark.parametrize(("press", "parameters", "policy", "given"), ROWS)
 def test_a_press_equals_our_policy_of_that_name(model, press, parameters, policy, given):
     """NLLs after a prompt that is cut once are equal. A different kept token would change them."""
@@ -59,9 +66,8 @@ def test_a_press_equals_our_policy_of_that_name(model, press, parameters, policy
     if "press" in parameters:
         parameters = {**parameters, "press": {**parameters["press"], "compression_ratio": 1 - KEPT / PROMPT}}
     theirs = CacheConfig(policy_from(f"kvpress:{press}", parameters | ratio), positions="stream")
-    found = after_prompt(model, theirs, tokens, PROMPT, parameters.get("attention", ""))
-    cut = CacheConfig(ours, None if ours.outcome else KEPT, "stream", evict="prompt")
-    expected = after_prompt(model, cut, tokens, PROMPT)
+    found = after_prompt(model, theirs, tokens, parameters.get("attention", ""))
+    expected = after_prompt(model, CacheConfig(ours, None if ours.outcome else KEPT, "stream", evict="prompt"), tokens)
     assert (found - expected).abs().max() < 3e-4
     assert abs(found.mean() - expected.mean()) < 1e-5
 

@@ -253,6 +253,15 @@ def test_a_16_bit_rate_of_a_cpu_is_at_least_that_of_float32(monkeypatch):
     assert device.multiply_rate(torch.device("cpu"), torch.bfloat16) == 2 * 8**3 / 0.5
 
 
+def test_marks_time_what_lies_between_them(monkeypatch):
+    """In milliseconds, from the first mark on; `perf_counter` tells seconds."""
+    monkeypatch.setattr("kvbench.harness.core.device.time", SimpleNamespace(perf_counter=iter([7.0, 7.25, 7.375, 9.0]).__next__))
+    marks = Marks(torch.device("cpu"))
+    for _ in range(4):
+        marks.mark()
+    assert marks.milliseconds() == [250.0, 125.0, 1625.0]
+
+
 def test_growth_is_reserved_before_and_not_inside_a_step():
     read = decoder(model_of("llama"), CacheConfig(Dense()))
     read(torch.zeros(1, 250, dtype=torch.int64))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import in_blocks, tokens_of
-from every_policy import DECIDED_BY_THE_PROMPT, evicting
+from every_policy import evicting, instances
 from transformers import AutoModelForCausalLM
 
 from kvbench.harness.core.plugins import policy_class
@@ -24,12 +24,19 @@ from kvbench.harness.models import load
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.layers import device_map, dispatch
 from kvbench.harness.models.selfcheck import check
+from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import positions_for
 from kvbench.policies.recompute_window import RecomputeWindow
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+DECIDED_BY_THE_PROMPT = ["adakv", "cake", "d2o", "fastgen", "simlayerkv"]
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
+    return instances(tmp_path_factory.mktemp("files"))
 
 
 def test_every_device_gets_whole_layers_in_order_and_about_as_many_bytes():

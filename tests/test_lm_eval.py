@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 
 import lm_eval.tasks
 import numpy as np
@@ -31,7 +31,7 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.aggregates import sample_figures
+from kvbench.harness.records.aggregates import pass_at, pass_sizes, sample_figures
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
@@ -168,25 +168,36 @@ def of(records, **what):
     return found
 
 
-def test_lm_evals_own_command_gives_the_answers_and_figures_of_a_suites_record(capsys, tmp_path, monkeypatch):
+def test_both_entrances_agree(records, capsys, tmp_path, monkeypatch):
+    """`bench lm-eval` prints the figures of the suite's record."""
     manager = lm_eval.tasks.TaskManager(include_path=str(catalogue.GENERATED), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # asks pip and others for what is installed
-    (_, record), (_, trace), _ = sampled(tmp_path, "sample_seed=3")
-    model = "--model_args pretrained=builtin:sink_2,policy=h2o,capacity=48,dtype=float32,sample_seed=3 --device cpu"
-    tasks = "--tasks kvbench_cloze_said --limit 24 --gen_kwargs do_sample=true,temperature=2.0,max_gen_toks=4"
-    code, out, err = bench(capsys, "lm-eval", *model.split(), *tasks.split(), "--log_samples", "--output_path", tmp_path / "out")
+    arguments = "pretrained=builtin:sink_2,policy=h2o,capacity=48,dtype=float32"
+    code, out, err = bench(
+        capsys,
+        "lm-eval",
+        "--model_args",
+        arguments,
+        "--tasks",
+        "kvbench_registers",
+        "--limit",
+        24,
+        "--device",
+        "cpu",
+        "--output_path",
+        tmp_path / "out",
+        "--log_samples",
+    )
     assert code == 0, err
-    (file,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    said = {line["doc_id"]: line["resps"][0][0] for line in map(json.loads, file.read_text().splitlines())}
-    assert said == {line["question"]: line["said"][0] for line in trace}
-    row = next(line.split("|") for line in out.splitlines() if "|exact_match" in line)
+    record = of(records[0], policy="h2o", tasks="kvbench_registers", prompt="stream")
+    row = next(line.split("|") for line in out.splitlines() if "|acc " in line)
     assert float(row[7]) == pytest.approx(record.metrics.score, abs=1e-4)
     (found,) = (json.loads(p.read_text()) for p in (tmp_path / "out").rglob("results_*.json"))
-    assert found["results"]["kvbench_cloze_said"]["exact_match,first-word"] == pytest.approx(record.metrics.score)
-    assert record.metrics.lm_eval["exact_match,first-word"] == pytest.approx(record.metrics.score)
+    assert found["results"]["kvbench_registers"]["acc,none"] == pytest.approx(record.metrics.score)
     assert found["config"]["policy"] == "H2O"
     assert found["config"]["over_capacity"] == record.metrics.over_capacity == record.metrics.requests
+    assert record.metrics.lm_eval["acc,none"] == pytest.approx(record.metrics.score)
 
 
 def test_a_record_has_every_question_and_holds_to_its_trace(records):
@@ -399,6 +410,31 @@ def test_the_same_seed_gives_the_same_answers_in_any_batch(four, tmp_path):
     assert [line["said"] for trace in fewer for line in trace] == [line["said"][:2] for trace in four[1] for line in trace]
     _, others, _ = sampled(tmp_path, "samples=4", "sample_seed=1")
     assert sum(a["said"] == b["said"] for a, b in zip(others[0], four[1][0], strict=True)) < 6
+
+
+def test_lm_evals_own_command_draws_the_same_answers(capsys, tmp_path, monkeypatch):
+    manager = lm_eval.tasks.TaskManager(include_path=str(catalogue.GENERATED), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # asks pip and others for what is installed
+    (record, _), _, _ = sampled(tmp_path, "sample_seed=3")
+    model = "--model_args pretrained=builtin:sink_2,dtype=float32,sample_seed=3 --device cpu"
+    tasks = "--tasks kvbench_cloze_said --limit 24 --gen_kwargs do_sample=true,temperature=2.0,max_gen_toks=4"
+    out = ("--log_samples", "--output_path", tmp_path / "out")
+    code, _, err = bench(capsys, "lm-eval", *model.split(), *tasks.split(), *out)
+    assert code == 0, err
+    (file,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    said = {line["doc_id"]: line["resps"][0][0] for line in map(json.loads, file.read_text().splitlines())}
+    trace = json_lines(RecordStore(tmp_path / "results-sample_seed=3").trace_path(record, ".samples.jsonl"))
+    assert said == {line["question"]: line["said"][0] for line in trace}
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 8])
+def test_pass_at_k_counts_choices(number):
+    """By hand: all choices of k answers, of c right ones and the others wrong."""
+    for k, right in product(range(1, number + 1), range(number + 1)):
+        choices = [any(c) for c in combinations([i < right for i in range(number)], k)]
+        assert pass_at(np.array([float(right)]), number, k)[0] == pytest.approx(sum(choices) / len(choices))
+    assert pass_sizes(number) == {1: [1], 2: [1, 2], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}[number]
 
 
 def test_a_task_in_the_chat_template_asks_other_questions(chatting):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from factories import CLOSE, MODES, uniform_number, worth_of
-from reference import Held, ListBackend, by_position
+from factories import CLOSE, MODES, chooser, uniform_number
+from reference import Held, ListBackend, oldest
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
@@ -56,7 +56,7 @@ def by_lists(policy, merge, tokens: Tensor, mode: str = "stream", prompt: int = 
     merge = deepcopy(merge)
     merge.lists = ListBackend(
         model_of("llama", DOUBLE),
-        worth_of(policy.score, CAPACITY, SEED),
+        chooser(policy.score, CAPACITY, SEED),
         CAPACITY,
         mode,
         limit=64,
@@ -219,7 +219,7 @@ def test_d2o_divides_a_prompt_between_layers_and_merges_it(policy, merge):
 
 def layer_budgets(tokens: Tensor) -> list[int]:
     """Tokens of the two layers: shares of softmax(-variance), each variance scaled to [0, 1] over heads and averaged."""
-    lists = ListBackend(model_of("llama", DOUBLE), by_position, 1000)
+    lists = ListBackend(model_of("llama", DOUBLE), oldest, 1000)
     lists.run(tokens)
     shares = []
     for layer in range(2):

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from every_policy import DECIDED_BY_THE_PROMPT, evicting
+from every_policy import evicting, instances
 from factories import default_policies, needs_triton, slots_for
 from test_models import REFUSED
 from torch.overrides import TorchFunctionMode
@@ -53,6 +53,7 @@ META = torch.device("meta")
 VOCABULARY, CAPACITY, LIMIT = 96, 8, 12
 MODES = ["cache", "stream", "clamped"]
 FAMILIES = ["llama", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "phi", "qwen3_moe"]
+DECIDED_BY_THE_PROMPT = ["adakv", "cake", "d2o", "fastgen", "simlayerkv"]
 STREAMING = [name for name in default_policies() if not policy_class(name).outcome]
 CACHED = [name for name in STREAMING if policy_class(name).caches]
 # A position mode changes how keys are turned before attention. Of the scores only these are about rotated keys.
@@ -105,6 +106,11 @@ def meta_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Model:
     }
     model.layers = [replace(s, rotation=s.rotation and moved[id(s.rotation)]) for s in model.layers]
     return model
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
+    return instances(tmp_path_factory.mktemp("files"))
 
 
 def tokens_of(length: int, streams: int = 2) -> torch.Tensor:

@@ -121,6 +121,11 @@ def test_numbers_inside_axes_are_whole(number):
             axis(value)
 
 
+@pytest.mark.parametrize(("size", "expected"), [("1.5MiB", 3 * 2**19), (65536, 65536), ("0.5kB", 500)])
+def test_sizes(size, expected):
+    assert size_in_bytes(size) == expected
+
+
 def test_books_without_text_end_a_pretraining(tmp_path):
     (tmp_path / "train.txt").write_text("")
     with pytest.raises(UserError, match=r"train\.txt: no book has any text"):

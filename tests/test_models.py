@@ -95,7 +95,7 @@ def test_a_sliding_window_left_out_is_refused(family, monkeypatch):
     """The check crosses a window of any length, because it shrinks it, and puts it back."""
     hf = tiny_model(family, sliding_window=4096)
     assert check(adopt(hf)) <= 1
-    assert hf.config.sliding_window == adopt(hf).layers[0].sliding_window == 4096
+    assert hf.config.sliding_window == 4096
     plain = selfcheck.adopt
 
     def blind(*args, **options):
@@ -153,3 +153,10 @@ def test_the_model_itself_is_left_as_it_was():
     check(adopt(hf))
     assert all(torch.equal(v, before[k]) for k, v in hf.state_dict().items())
     assert model_of("llama").hf.config._attn_implementation == "kv_bench"
+
+
+def test_the_window_is_put_back_after_the_check():
+    hf = tiny_model("mistral", sliding_window=4096)
+    check(adopt(hf))
+    assert hf.config.sliding_window == 4096
+    assert adopt(hf).layers[0].sliding_window == 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
-from factories import CLOSE, POLICIES, SETTINGS, worth_of
+from factories import CLOSE, POLICIES, SETTINGS, chooser
 from reference import ListBackend
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, met
 def test_a_prompt_cut_once_and_what_follows_equal_the_lists(family, policy, mode):
     dtype = torch.float64
     model, tokens, capacity, limit, length = model_of(family, dtype), tokens_of(40), 9, 12, 30
-    reference = ListBackend(model, worth_of(policy, capacity, 5), capacity, mode, limit, first_eviction=length - 1)
+    reference = ListBackend(model, chooser(policy, capacity, 5), capacity, mode, limit, first_eviction=length - 1)
     theirs = reference.run(tokens)
     config = CacheConfig(policy, capacity, mode, limit, seed=5)
     read, logits = read_once(model, config, tokens[:, :length], 7)

@@ -522,3 +522,40 @@ def test_policies_that_hold_another_delegate_to_it(table):
             assert kept(bound, view, 12) == kept(H2O(3).bind(12), view, 12)
         with pytest.raises(ValueError, match="capacity 3 can't hold window 3"):
             policy.bind(3)
+
+
+def shuffled(policy: Policy, view: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance in shuffled slots of which three are empty and hold garbage, and what it should be there."""
+    empty = 3
+    slots = view.rank.shape[-1] + empty
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(5))
+
+    def spread(x: torch.Tensor, garbage: float) -> torch.Tensor:
+        filled = torch.cat([x, torch.full_like(x[:, :, :empty], garbage)], 2)
+        return filled[:, :, order]
+
+    moved = CacheView(
+        spread(view.rank, slots),
+        spread(view.position, -1),
+        view.step,
+        spread(view.keys, 9),
+        spread(view.values, 9),
+        {s: spread(x, 0.7) if s.per == "slot" else x for s, x in view.states.items()},
+        view.layer,
+        view.head,
+        view.prompt,
+        view.num_layers,
+        view.seed,
+        view.rotate,
+    )
+    held = order < slots - empty
+    made = policy.importance(moved)
+    assert not made.isnan().any()
+    return made[:, :, held], policy.importance(view)[:, :, order[held]]
+
+
+@pytest.mark.parametrize("policy", [Cake(4).bind(16), FASTGENS[1]], ids=["cake", "fastgen"])
+def test_slots_in_any_order_and_garbage_in_empty_ones_change_nothing(policy):
+    found, expected = shuffled(policy, views(policy, 0)[1])
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found >= 2, expected >= 2), "FastGen never evicts what is worth 2"

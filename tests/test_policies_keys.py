@@ -186,3 +186,19 @@ def test_the_sketch_is_normal_and_depends_on_seed_layer_and_head_alone():
     one.seed = 1
     others = [gaussian_sketch(two, 16, 48), gaussian_sketch(one, 16, 48), numbers.flip(1)]
     assert all((numbers - other).abs().mean() > 0.1 for other in others)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Knorm(4, 4), "capacity 8 can't hold sinks 4 \\+ window 4 \\+ at least 1 other token"),
+        (KeyDiff(window=8), "capacity 8 can't hold window 8 \\+ at least 1 other token"),
+        (LagKV(lag=0), "lag 0 is below 1"),
+        (CUR(sinks=9), "capacity 8 can't hold sinks 9 \\+ at least 1 other token"),
+        (Leverage(regularisation=0), "regularisation 0 above 0"),
+    ],
+    ids=str,
+)
+def test_what_a_capacity_can_not_hold_is_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        policy.bind(8)

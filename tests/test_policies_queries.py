@@ -250,3 +250,19 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
     for name, message in (("missing.pt", " can't be read"), ("text.pt", ": can't be read"), ("small.pt", ": expected a tensor")):
         with pytest.raises(ValueError, match=f"{name}{message}"):
             TriAttention(file=str(tmp_path / name)).bind(8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (ExpectedAttention(sinks=8), "capacity 8 can't hold sinks 8 \\+ at least 1 other token"),
+        (ExpectedAttention(horizon=0), "horizon 0 is below 1"),
+        (CriticalKV(first=8), "capacity 8 can't hold first 8 \\+ at least 1 other token"),
+        (TriAttention(keep_prompt=8), "capacity 8 can't hold keep_prompt 8 \\+ at least 1 other token"),
+        (TriAttention(horizon=0), "horizon 0 is below 1"),
+    ],
+    ids=str,
+)
+def test_what_a_capacity_can_not_hold_is_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        policy.bind(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import model_of, tokens_of
-from helpers import after_prompt
+from conftest import model_of, nll, tokens_of
 
 import kvbench
 from kvbench.harness.core.parameters import parameters_of, policy_from
@@ -19,7 +19,7 @@ from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.method import EAGER
+from kvbench.harness.engine.method import EAGER, OwnLoop
 from kvbench.policies.dense import Dense
 from kvbench.policies.sink_window import SinkWindow
 
@@ -126,6 +126,14 @@ def config(name: str, **parameters: object) -> CacheConfig:
     return CacheConfig(policy_from(f"kvpress:{name}", parameters), positions="stream")
 
 
+def after_prompt(wanted: CacheConfig, tokens: torch.Tensor, attention: str = "") -> torch.Tensor:
+    """NLLs of what follows the prompt, token by token."""
+    read = decoder(model_of("llama"), wanted, len(tokens), replace(EAGER, own_loop=OwnLoop(attention)))
+    logits = [read.read_prompt(tokens[:, :PROMPT], PROMPT)[:, None]]
+    logits += [read(tokens[:, t : t + 1]) for t in range(PROMPT, PROMPT + LATER)]
+    return nll(torch.cat(logits, 1), tokens[:, PROMPT - 1 :])
+
+
 SINKS = CacheConfig(SinkWindow(sinks=4), 16, "stream", evict="prompt")
 FIRST = {"compression_ratio": 0.75}
 HALF = {"name": "kvpress:FirstAndNewest", "compression_ratio": 0.5}
@@ -137,7 +145,7 @@ HALF = {"name": "kvpress:FirstAndNewest", "compression_ratio": 0.5}
 )
 def test_a_press_cuts_a_prompt_as_the_policy_that_keeps_the_same(form, name, parameters):
     tokens = tokens_of(PROMPT + LATER, 2)
-    found, expected = (after_prompt(model_of("llama"), x, tokens, PROMPT) for x in (config(name, **parameters), SINKS))
+    found, expected = after_prompt(config(name, **parameters), tokens), after_prompt(SINKS, tokens)
     assert (found - expected).abs().max() < 3e-4
     assert abs(found.mean() - expected.mean()) < 1e-5
 

@@ -76,3 +76,12 @@ def test_a_fork_of_some_streams_holds_the_bytes_of_these(quanto):
     for fork in (read.fork([2]), read.fork([1, 2]).fork([1])):
         assert fork.kv_bytes == fork.held_bytes == alone.kv_bytes + indices
         assert (fork(tokens[2:, :1]) - alone.fork([0])(tokens[2:, :1])).abs().max() < 1e-5
+
+
+def test_a_fork_shares_nothing_with_what_it_was_forked_from(quanto):
+    tokens = tokens_of(40)
+    read = opened(q_group_size=16, residual_length=16)
+    read(tokens[:, :20])
+    fork = read.fork([0])
+    expected = read(tokens[:, 20:])
+    assert torch.equal(fork(tokens[:, 20:]), expected)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import DEVICE, model_of
-from factories import MODES, POLICIES, worth_of
+from factories import MODES, POLICIES, chooser
 from reference import ListBackend, MaskBackend
 
 from kvbench.harness.engine.decoder import CacheConfig
@@ -38,7 +38,7 @@ def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], list[int]]]
 
 def by_lists(policy, mode, context, continuation, first_eviction=0):
     """Score a continuation token by token over lists."""
-    reference = ListBackend(model_of("llama"), worth_of(policy, CAPACITY, 0), CAPACITY, mode, 12, first_eviction=first_eviction)
+    reference = ListBackend(model_of("llama"), chooser(policy, CAPACITY, 0), CAPACITY, mode, 12, first_eviction=first_eviction)
     logits = reference.run(torch.tensor([[*context, *continuation]], device=DEVICE))[0].double().log_softmax(-1)
     at = range(len(context) - 1, len(context) + len(continuation) - 1)
     total = sum(float(logits[t, token]) for t, token in zip(at, continuation, strict=True))
@@ -108,7 +108,7 @@ def test_a_capacity_that_covers_every_request_is_dense_and_a_smaller_one_is_not(
 
 def kept_of_a_cut_prompt(policy, context, continuation):
     """Return the positions held if the prompt is cut at its end and nothing is evicted later, by step, layer and head."""
-    lists = ListBackend(model_of("llama"), worth_of(policy, CAPACITY, 0), CAPACITY, "stream", first_eviction=len(context) - 1)
+    lists = ListBackend(model_of("llama"), chooser(policy, CAPACITY, 0), CAPACITY, "stream", first_eviction=len(context) - 1)
     lists.run(torch.tensor([context], device=DEVICE))
     cut = lists.kept[-1]
     since = [list(range(len(context), len(context) + n)) for n in range(1, len(continuation))]

@@ -108,6 +108,17 @@ policies: [bad.py:Bad, window]
 """
 
 
+@pytest.mark.slow("measures suites")
+def test_latency_goes_on_with_the_cells_whose_policy_does_not_crash(tmp_path, capsys, monkeypatch):
+    """Cells that are measured together are first tried separately."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "s.yaml").write_text(BAD_BESIDE_GOOD)
+    code, out, _ = bench(capsys, "run", "s.yaml", "--json", "--device", "cpu", "--threads", "1", "--results", "r")
+    assert code == 4
+    assert [(r["cell"]["policy"], r["status"]) for r in json.loads(out)] == [("bad.py:Bad", "failed"), ("window", "ok")]
+
+
 def test_a_failure_is_bounded_and_in_one_line():
 
     def down(n: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import model_of, tokens_of
-from reference import ListBackend, after_sinks, by_mass
+from reference import ListBackend, after_sinks, lightest
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
@@ -23,8 +23,8 @@ def agrees(policy=None, capacity: int = 9) -> bool:
     """Whether engine and reference agree on logits and on what is kept, token by token and in blocks."""
     model, tokens = model_of("llama"), tokens_of(40)
     policy = policy or H2O()
-    worth = by_mass(capacity // 2) if isinstance(policy, H2O) else after_sinks(policy.sinks)
-    reference = ListBackend(model, worth, capacity)
+    choose = lightest(capacity // 2) if isinstance(policy, H2O) else after_sinks(policy.sinks)
+    reference = ListBackend(model, choose, capacity)
     theirs = reference.run(tokens)
     for size in (1, 10):
         read = CachedDecoder(model, CacheConfig(policy, capacity))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
 from factories import CLOSE, uniform_number
-from reference import ListBackend, by_position
+from reference import ListBackend, oldest
 from torch import Tensor
 
 from kvbench.harness.core.codec import BITS
@@ -89,7 +89,7 @@ def decoder_of(policy, streams: int = 1, method=EAGER, dtype=DOUBLE, family: str
 def test_a_rule_reads_what_plain_lists_read(name: str, size: int) -> None:
     policy, reads = RULES[name]
     tokens = tokens_of(LENGTH)
-    expected = ListBackend(model_of("llama", DOUBLE), by_position, LENGTH, "stream", reads=reads).run(tokens)
+    expected = ListBackend(model_of("llama", DOUBLE), oldest, LENGTH, "stream", reads=reads).run(tokens)
     logits = in_blocks(decoder_of(policy), tokens, size)
     assert (logits - expected).abs().max() < CLOSE[DOUBLE]
     dense = in_blocks(decoder_of(Dense()), tokens, LENGTH)
@@ -137,7 +137,7 @@ def test_a_prompt_is_read_under_full_attention_if_eviction_waits_for_its_end(onc
     def reads(query, keys, step, layer, head):
         return strided(query, keys, step, layer, head) if step >= 50 else list(range(step + 1))
 
-    expected = ListBackend(model_of("llama", DOUBLE), by_position, LENGTH, "stream", reads=reads).run(tokens)
+    expected = ListBackend(model_of("llama", DOUBLE), oldest, LENGTH, "stream", reads=reads).run(tokens)
     assert (in_blocks(read, tokens[:, 50:], 5) - expected[:, 50:]).abs().max() < CLOSE[DOUBLE]
 
 

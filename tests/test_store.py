@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from factories import MODES, check_streams_are_read_alone, worth_of
+from factories import MODES, check_streams_are_read_alone, chooser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Held, WideLists
@@ -124,7 +124,7 @@ def bytes_of(held: list[Held], step: int, codec: Codec, dims: int, itemsize: int
 def refuse_unequal(policy: Policy, mode: str, capacity: int, length: int, codec: Codec, size: int) -> None:
     """Compare a coded cache, read in steps, in blocks and by the plain walk, with lists."""
     model, tokens, bound = model_of("llama", torch.float64), tokens_of(length), capacity if policy.evicts else None
-    lists = CodedLists(model, worth_of(policy, capacity, 5) if bound else None, bound or length, mode, 12, codec=codec)
+    lists = CodedLists(model, chooser(policy, capacity, 5) if bound else None, bound or length, mode, 12, codec=codec)
     theirs = lists.run(tokens)
     config = CacheConfig(policy, bound, mode, 12, seed=5, kv=codec)
     steps, blocks, walked = (CachedDecoder(model, config, method=m) for m in (FASTEST, FASTEST, TOKEN_BY_TOKEN))
@@ -138,18 +138,28 @@ def refuse_unequal(policy: Policy, mode: str, capacity: int, length: int, codec:
         assert read.held_bytes == steps.held_bytes == held
 
 
-@pytest.mark.parametrize(
-    ("policy", "codec", "mode"),
-    [
-        (policy, codec, MODES[(i + j) % 3])  # every two of these occur together
-        for i, policy in enumerate([*EVERY, Dense()])
-        for j, codec in enumerate([Codec("int4", 8), Codec("int2", 32, 2, 6), Codec("int8", 4, 5, 20)])
-    ],
-    ids=lambda x: type(x).__name__ if isinstance(x, Policy) else str(x),
-)
-def test_a_coded_cache_equals_lists(policy, codec, mode):
+@pytest.mark.parametrize("policy", [*EVERY, Dense()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("codec", [Codec("int4", 8), Codec("int2", 32, 2, 6)], ids=str)
+def test_a_coded_cache_equals_lists(policy, codec):
     """Logits, kept positions and bytes are equal, in steps and in blocks. A token is coded when it is too old to be exempt."""
-    refuse_unequal(policy, mode, 9, 30, codec, 7)
+    refuse_unequal(policy, "cache", 9, 30, codec, 7)
+
+
+@pytest.mark.slow("many drawn cases")
+@settings(max_examples=15)
+@given(
+    policy=st.sampled_from([*EVERY, Dense()]),
+    mode=st.sampled_from(MODES),
+    capacity=st.integers(4, 14),
+    length=st.integers(2, 30),
+    name=st.sampled_from(NAMES),
+    group=st.sampled_from([4, 8, 32]),
+    sinks=st.integers(0, 5),
+    recent=st.integers(0, 20),
+    size=st.integers(2, 30),
+)
+def test_any_coded_cache_equals_lists(policy, mode, capacity, length, name, group, sinks, recent, size):
+    refuse_unequal(policy, mode, capacity, length, Codec(name, group, sinks, recent), size)
 
 
 @pytest.mark.parametrize("codec", [Codec("int2", recent=5), Codec("int4", sinks=3), Codec("int8", 4, 1, 2)], ids=str)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import model_of
-from factories import edit, record, worth_of
+from factories import chooser, edit, record
 from reference import ListBackend
 from test_suite import GOOD, load
 
@@ -121,7 +121,7 @@ def test_a_prompt_cut_at_its_end_is_scored_as_if_what_went_were_masked(tmp_path)
     text, model = text_of(60, 1), model_of("llama")
     _, nll = measured(text, H2O(), tmp_path, prompt=40, evict="prompt")
     tokens = torch.from_numpy(text.ids)[None]
-    lists = ListBackend(model, worth_of(H2O(), 12, 0), 12, "cache", first_eviction=40)
+    lists = ListBackend(model, chooser(H2O(), 12, 0), 12, "cache", first_eviction=40)
     lists.run(tokens[:, :41])
     for held in lists.held.values():
         assert len(held) == 12

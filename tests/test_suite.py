@@ -109,7 +109,6 @@ def test_a_task_can_be_for_some_of_the_policies(tmp_path):
         ("perplexity, tokens: 100", "streameval, lines: 1000000000", "1,000,000 lines together"),
         ("perplexity, tokens: 100", "arc_stream, subset: ARC-Hard", "mine.yaml:4: subset: Input should be 'ARC-Easy' or"),
         ("perplexity, tokens: 100", "streameval, distance: 500, lines: 100", "mine.yaml:4: distance 500 is beyond the stream"),
-        ("perplexity, tokens: 100", "streameval, lowest: 5, highest: 4", "below lowest"),
         ("perplexity, tokens: 100", "latency, prompt: 99, tokens: 50", "mine.yaml:4: prompt 99 is longer than the stream"),
         ("  - dense", "  - [dense", "not YAML"),
         ("version: 1", "version: 1\nversion: 2", "mine.yaml:3: 'version' is given twice"),

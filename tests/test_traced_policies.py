@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
 import pytest
 import torch
-from conftest import DEVICE, FAMILIES, model_of, nll
-from factories import MODES, Odd, needs_compiler, needs_triton, slots_for
+from conftest import DEVICE, model_of, nll
+from factories import MODES, needs_compiler, needs_triton, slots_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,15 +34,13 @@ from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 
 LIMIT = 9  # tokens; the largest distance of mode `clamped`
-VARIANTS = [H2O(normalise="age"), H2O(normalise="visible"), Random(sinks=1, window=2), Random(keep_prompt=True)]
-POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1), *VARIANTS]
+POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1)]
 
 
 @cache
-def small(family: str) -> Model:
-    """Every layer takes Triton's interpreter seconds, and a window of 6 tokens is passed soon."""
-    sizes = {"llama": {"num_hidden_layers": 1}, "mistral": {"sliding_window": 6}}.get(family, {})
-    return adopt(tiny_model(family, vocab_size=96, **sizes).to(DEVICE))
+def one_layer() -> Model:
+    """Every layer takes Triton's interpreter seconds."""
+    return adopt(tiny_model("llama", vocab_size=96, num_hidden_layers=1).to(DEVICE))
 
 
 def by_rank(slots: Slots, state: Tensor) -> Tensor:
@@ -65,17 +62,16 @@ def check(
     prompt: int = 0,
     family: str = "llama",
     module: ModuleType = cpu,
-    seed: int = 2**40 + 5,
     offers: Sequence[str] = ("compiled walk", "step kernel"),
 ) -> None:
-    """A prompt, blocks and single tokens by kernels are those of the plain walk: the tokens kept, NLL, statistics, and a fork's.
+    """A prompt, blocks and single tokens by kernels are those of the plain walk: the tokens kept, NLL and statistics.
 
     No token comes twice in a stream: in the first layer, two beyond the limit of mode `clamped` would tie but for rounding.
     """
     generator = torch.Generator().manual_seed(1)
-    model = small(family) if module is cuda else model_of(family)
+    model = one_layer() if module is cuda else model_of(family)
     tokens = torch.stack([torch.randperm(96, generator=generator) for _ in range(streams)])[:, : prompt + sum(sizes)].to(DEVICE)
-    config = CacheConfig(policy, capacity, mode, LIMIT, seed, evict=every)
+    config = CacheConfig(policy, capacity, mode, LIMIT, seed=2**40 + 5, evict=every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(choose._MODULES, DEVICE.type, module)
         fast, plain = (CachedDecoder(model, config, streams, method) for method in (KERNELS, TOKEN_BY_TOKEN))
@@ -91,13 +87,11 @@ def check(
         for statistic, state in ours.slots.tensors.states.items():
             expected = by_rank(theirs.slots, theirs.slots.tensors.states[statistic])
             torch.testing.assert_close(by_rank(ours.slots, state), expected, atol=1e-4, rtol=1e-4)
-    if module is cpu:
-        torch.testing.assert_close(fast.fork(range(streams))(tokens[:, :3]), plain(tokens[:, :3]), atol=3e-4, rtol=0)
 
 
 @pytest.mark.slow("many drawn cases")
 @needs_compiler
-@settings(max_examples=70)
+@settings(max_examples=50)
 @given(
     policy=st.sampled_from(POLICIES),
     capacity=st.sampled_from([4, 7, 12, 20]),  # few, because a compiler builds a walk for each
@@ -106,22 +100,12 @@ def check(
     streams=st.integers(1, 3),
     mode=st.sampled_from(MODES),
     prompt=st.sampled_from([0, 0, 5, 21]),
-    family=st.sampled_from(FAMILIES),
-    seed=st.integers(-3, 2**40),
+    family=st.sampled_from(["llama", "gpt_neox"]),
 )
-def test_walks_and_steps_in_c_are_the_plain_ones(policy, capacity, every, sizes, streams, mode, prompt, family, seed):
+def test_walks_and_steps_in_c_are_the_plain_ones(policy, capacity, every, sizes, streams, mode, prompt, family):
     """With statistics of any kind, first values, a prompt, and evictions of several tokens at once."""
-    if isinstance(policy, H2O):
-        policy = replace(policy, window=1)
-    elif isinstance(policy, SinkWindow):
-        policy = SinkWindow(1, capacity - 1)
-    check(policy, capacity, [*sizes, 1], streams, mode, every, prompt, family, seed=seed)
-
-
-@needs_compiler
-@pytest.mark.parametrize("policy", [H2O(1), Random()], ids=lambda p: type(p).__name__)
-def test_walks_and_steps_in_c_under_a_sliding_window_are_the_plain_ones(policy):
-    check(policy, 12, [15, 18, 1, 20, 1], 2, family="mistral")
+    policy = H2O(1) if isinstance(policy, H2O) else SinkWindow(1, capacity - 1) if isinstance(policy, SinkWindow) else policy
+    check(policy, capacity, [*sizes, 1], streams, mode, every, prompt, family)
 
 
 ROTATION = Rotation(100.0 ** (-torch.arange(4, dtype=torch.float64) / 4), torch.arange(8), 0)
@@ -160,24 +144,9 @@ def test_some_heads_of_a_layer_in_c_are_the_plain_ones(number):
 
 @pytest.mark.slow("takes seconds")
 @needs_triton
-@pytest.mark.parametrize(
-    ("policy", "mode"),
-    [
-        *zip(POLICIES, MODES, strict=False),
-        *[(Odd(), "cache"), (H2O(), "stream"), (SinkWindow(2), "clamped"), (Random(), "cache")],
-    ],
-    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
-)
+@pytest.mark.parametrize(("policy", "mode"), [(policy, MODES[i % 3]) for i, policy in enumerate(POLICIES)], ids=str)
 def test_walks_and_steps_in_triton_are_the_plain_ones(policy, mode):
     check(policy, 5, [3, 3, 1, 1], mode=mode, module=cuda)
-
-
-@pytest.mark.slow("takes seconds")
-@needs_triton
-@pytest.mark.parametrize("family", ["gpt_neox", "deepseek_v3", "smollm3", "mistral"])
-def test_odd_shapes_in_triton(family):
-    """Covers partial RoPE, K and V of different dims, no RoPE, a sliding window, one query head per KV head."""
-    check(H2O(), 7, [5, 4, 1, 1], family=family, module=cuda)
 
 
 @needs_compiler

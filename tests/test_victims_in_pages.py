@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from factories import MODES, check_streams_are_read_alone
-from reference import budgeted
+from every_policy import instances
+from factories import CLOSE, MODES, check_streams_are_read_alone
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from listed_budgets import run
 from test_budgets import DOUBLE, WORTH, check, even, heads_of
 
 from kvbench.harness.core.codec import Codec
@@ -15,8 +18,11 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.policies.h2o import H2O
+from kvbench.policies.knorm import Knorm
 from kvbench.policies.random import Random
+from kvbench.policies.rkv import RKV
 from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.snapkv import SnapKV
 
 LENGTH = 44
 HEADS_DIFFER = ["adakv", "duo_attention", "headkv", "pyramidkv"]  # how much they hold, even without a prompt
@@ -25,15 +31,56 @@ HEADS_DIFFER = ["adakv", "duo_attention", "headkv", "pyramidkv"]  # how much the
 @pytest.mark.parametrize("worth", WORTH)
 @pytest.mark.parametrize(("capacity", "size"), [(9, 3), (8, 4), (12, 1), (6, 6)])
 def test_pages_equal_the_lists(worth, capacity, size):
-    """Every two of a rule, a size, a position mode and a way to judge a page occur together."""
+    """Every two of a rule, a size and a way to judge a page occur together."""
     at = list(WORTH).index(worth) + size
-    by, of_page, mode = ("union", "per_head")[at % 2], ("mean", "max")[at // 2 % 2], MODES[at % 3]
+    by, of_page = ("union", "per_head")[at % 2], ("mean", "max")[at // 2 % 2]
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
     pages = Pages(size, by, of_page)
     table = even(capacity, 2, heads_of(model))
-    reference = budgeted(model, tokens, mode=mode, limit=12, worth=of_lists, table=table, every=size, pages=pages)
+    reference = run(model, tokens, worth=of_lists, table=table, every=size, pages=pages)
     for method, sizes in ((EAGER, (7, 1, 1, 12)), (FASTEST, (10, 1)), (TOKEN_BY_TOKEN, (11,))):
-        check(model, tokens, CacheConfig(policy, capacity, mode, 12, evict=pages), reference, sizes, method)
+        check(model, tokens, CacheConfig(policy, capacity, evict=pages), reference, sizes, method)
+
+
+@pytest.mark.parametrize("policy", [H2O(), Random(), SinkWindow(2), Knorm(), RKV(window=3), SnapKV(window=4)], ids=str)
+def test_pages_of_one_token_are_none_exactly(policy):
+    """Each head by itself."""
+    model, tokens, got = model_of("llama"), tokens_of(LENGTH), []
+    for evict in (1, Pages(1, "per_head")):
+        read = CachedDecoder(model, CacheConfig(policy, 12, limit=30, seed=3, evict=evict), method=TOKEN_BY_TOKEN)
+        got.append((in_blocks(read, tokens, 9), read.kept()))
+    assert torch.equal(got[0][0], got[1][0])
+    assert got[0][1] == got[1][1]
+
+
+@pytest.mark.slow("many drawn cases")
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_pages_in_any_mode_any_block_and_any_batch(data):
+    model, streams = model_of("llama", DOUBLE), data.draw(st.integers(1, 2), "streams")
+    pages = Pages(
+        data.draw(st.integers(1, 6), "size"),
+        *data.draw(st.sampled_from([("union", "mean"), ("union", "max"), ("per_head", "mean"), ("per_head", "max")]), "by"),
+    )
+    least = -(-5 // pages.size)
+    capacity = pages.size * data.draw(st.integers(least, least + 3), "pages")
+    length, size = data.draw(st.integers(14, 40), "length"), data.draw(st.integers(1, 17), "block")
+    policy, of_lists = WORTH[data.draw(st.sampled_from(list(WORTH)), "worth")]
+    mode = data.draw(st.sampled_from(MODES), "mode")
+    tokens = tokens_of(length, streams, seed=data.draw(st.integers(0, 3), "seed"))
+    read = CachedDecoder(model, CacheConfig(policy, capacity, mode, 12, evict=pages), streams)
+    ours = torch.cat([read(block) for block in tokens.split(size, 1)], 1)
+    table = even(capacity, 2, heads_of(model))
+    for stream in range(streams):
+        alone = tokens[stream : stream + 1]
+        reference = run(model, alone, mode=mode, limit=12, worth=of_lists, table=table, every=pages.size, pages=pages)
+        assert [layer[stream] for layer in read.kept()] == reference.kept[-1]
+        torch.testing.assert_close(ours[stream : stream + 1], reference.logits, atol=CLOSE[DOUBLE], rtol=0)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    return instances(tmp_path_factory.mktemp("files"))
 
 
 def test_what_goes_are_pages_of_the_stream_and_heads_of_a_union_hold_the_same():
@@ -68,7 +115,7 @@ def test_heads_that_hold_different_numbers_of_tokens_are_refused(name, policies)
 def test_a_prompt_is_cut_by_tokens_and_what_is_kept_makes_up_pages(worth):
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
     table, pages = even(9, 2, heads_of(model)), Pages(3, "union" if worth == "h2o" else "per_head")
-    reference = budgeted(model, tokens, worth=of_lists, table=table, every=3, pages=pages, prompt=26)
+    reference = run(model, tokens, worth=of_lists, table=table, every=3, pages=pages, prompt=26)
     check(model, tokens, CacheConfig(policy, 9, evict=pages), reference, (1, 4, 1), prompt=26)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import DEVICE, nll, tokens_of
 from factories import needs_triton
-from traced_policies import Norms
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
@@ -15,6 +14,7 @@ from kvbench.harness.engine.model import adopt
 from kvbench.harness.kernels import captured, choose, cuda
 from kvbench.harness.kernels.captured import PROCESS, replayable
 from kvbench.harness.models.families import tiny_model
+from kvbench.policies import KeyNorm, Policy
 from kvbench.policies.h2o import H2O
 
 pytestmark = pytest.mark.slow("Triton's interpreter")
@@ -31,8 +31,17 @@ def captures(monkeypatch) -> list[int]:
     return made
 
 
+class OldNorms(Policy):
+    """A policy of a statistic that is computed when a token is written."""
+
+    statistics = (KeyNorm(),)
+
+    def importance(self, view):
+        return view.state(self.statistics[0]).masked_fill(view.age < 2, torch.inf)
+
+
 @needs_triton
-@pytest.mark.parametrize("policy", [H2O(), Norms()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("policy", [H2O(), OldNorms()], ids=lambda p: type(p).__name__)
 def test_a_walk_in_graphs_is_the_plain_one(captures, policy):
     """Blocks longer than the one before and shorter, in whole chunks or not; a fork; filling, full and between."""
     model, tokens = adopt(tiny_model("llama", num_hidden_layers=1).to(DEVICE)), tokens_of(33, 2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from test_loading import change_config, change_weights
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 from kvbench.harness.core.errors import UserError
@@ -15,6 +16,18 @@ from kvbench.harness.models.load import load_model
 from kvbench.lab.attention.loading import load_watched
 
 CPU = torch.device("cpu")
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_weights(folder: Path, change) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def encoders(tmp_path: Path) -> dict[str, Path]:
