@@ -133,6 +133,20 @@ def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path,
     assert "keydiff" not in page
 
 
+def test_of_records_that_do_not_go_together_the_most_stay():
+    records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
+
+    def make(part):
+        kinds = {r.cell.policy.startswith("odd") for r in part}
+        if len(kinds) > 1:
+            raise TypeError("mixed")
+        return [r.cell.policy for r in part]
+
+    made, broken = make_without_broken(records, make)
+    assert made == [f"p{i}" for i in range(6)]
+    assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
+
+
 def test_broken_records_are_left_out_each_with_its_error():
     records = [record(f"p{i}") for i in range(7)]
 

@@ -248,7 +248,7 @@ def _report_pictures(count: int, folder: Path) -> None:
 def make_without_broken(
     records: Sequence[Record], make: Callable[[list[Record]], Result]
 ) -> tuple[Result, list[tuple[Record, Exception]]]:
-    """Call `make` with the records that it accepts together with the records before them.
+    """Call `make` with as many records as it accepts.
 
     Returns:
         The result, and the records left out, each with its exception.
@@ -256,24 +256,42 @@ def make_without_broken(
     Raises:
         Exception: `make` fails even without records.
     """
-    kept: list[Record] = []
-    broken: list[tuple[Record, Exception]] = []
 
-    def add(part: Sequence[Record]) -> None:
-        """Keep as many records of a part as possible. Halving finds a broken record in few trials."""
+    def error(part: list[Record]) -> Exception | None:
         try:
-            make([*kept, *part])
-            kept.extend(part)
-        except Exception as error:  # after any error, the remaining records still get their page
-            if len(part) == 1:
-                broken.append((part[0], error))
-            else:
-                add(part[: len(part) // 2])
-                add(part[len(part) // 2 :])
+            make(part)
+        except Exception as raised:  # after any error, the remaining records still get their page
+            return raised
+        return None
 
     try:
-        return make([*records]), []
+        return make(list(records)), []
     except Exception:
         make([])
-    add(records)
-    return make(kept), broken
+
+    def works(part: list[Record]) -> bool:
+        return error(part) is None
+
+    first = _extended([], list(records), works)
+    others = _extended([], _without(records, first), works)
+    kept = max(first, others, key=len)  # a record that fails with every other record does not exclude good records
+    kept = _extended(kept, _without(records, kept), works)  # some records failed only in combination with a record now left out
+    broken = _without(records, kept)
+    sound = _without(records, broken)
+    return make(sound), [(r, reason) for r in broken if (reason := error([*sound, r])) is not None]
+
+
+def _extended(kept: list[Record], part: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
+    """Add as many records of a part as can be rendered with the kept records. Halving finds a bad record in few trials."""
+    if works([*kept, *part]):
+        return [*kept, *part]
+    if len(part) < 2:
+        return kept
+    middle = len(part) // 2
+    return _extended(_extended(kept, part[:middle], works), part[middle:], works)
+
+
+def _without(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
+    """Return the records that are not among `others`."""
+    known = {id(r) for r in others}
+    return [r for r in records if id(r) not in known]
