@@ -349,7 +349,7 @@ class Selected(NamedTuple):
 
 
 def selecting() -> list[Selected]:
-    """Return the policies that select, and those beside them that evict, in the order of the suite's records."""
+    """Return the policies that select and those beside them that evict, the smallest loss first."""
     by_policy: dict[str, list[Record]] = {}
     for record in measured("smollm2-select"):
         by_policy.setdefault(_selects(record), []).append(record)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import in_blocks, model_of, tokens_of
-from factories import CLOSE, uniform_number
+from factories import CLOSE, edit, record, uniform_number
+from pydantic import ValidationError
 from reference import ListBackend, oldest
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, read_bytes
 from kvbench.harness.engine.method import EAGER, PLAIN_WALK, TOKEN_BY_TOKEN
+from kvbench.harness.report.feed import feed
+from kvbench.harness.suite.entries import entry_schema
 from kvbench.policies import Queries, Selecting
 from kvbench.policies.bigbird import BigBird
 from kvbench.policies.dense import Dense
@@ -117,6 +120,7 @@ def test_a_stream_is_read_alike_alone_padded_and_forked() -> None:
     valid = torch.ones(2, 30, dtype=torch.bool)
     valid[1, 20:] = False  # the second stream is ten tokens shorter
     read(tokens[:, :30], valid)
+    assert read_bytes(read.fork([0])) + read_bytes(read.fork([1])) == read_bytes(read)
     fork = read.fork([1, 0])
     for each, order in ((read, [0, 1]), (fork, [1, 0])):
         for t in range(4):
@@ -187,6 +191,24 @@ def test_what_can_not_be_selected_from_is_refused(settings, reason: str) -> None
         CacheConfig(SparseStrided(8), **settings)
 
 
+def test_a_suite_offers_the_axes_that_apply() -> None:
+    schema = entry_schema("quest", Quest)
+    assert {"evict", "positions"} <= schema.model_fields.keys()
+    assert schema.model_fields.keys().isdisjoint({"capacity", "kv", "limit"})
+    for wrong in ({"positions": "clamped"}, {"evict": {"every": 8}}):
+        with pytest.raises(ValidationError):
+            schema.model_validate(wrong)
+
+
+def test_the_answer_says_what_is_held_and_what_of_it_is_read() -> None:
+    held = {"kv_bytes": 2000, "kv_held_bytes": 1000}
+    dense, quest = (edit(record(policy, None), metrics=held) for policy in ("dense", "quest"))
+    (question,) = feed([dense, edit(quest, metrics={"kv_read_bytes": 250})])["questions"]
+    (budget,) = question["budgets"]
+    assert budget["answer"].startswith("At no fixed capacity, ")
+    assert "holds 100 % of dense's bytes and reads 25 % of them in a step." in budget["answer"]
+
+
 def test_a_policy_with_statistics_or_another_shape_is_refused() -> None:
     class Counting(Everything):
         statistics = (AttentionSum(),)
@@ -205,6 +227,8 @@ def test_the_check_before_a_run_compares_masks_with_gathering(monkeypatch: pytes
     model, config = model_of("llama", torch.float32), CacheConfig(Quest(budget=64, dense_layers=0))
     chosen = fast_method(model, config)
     assert (chosen.method, chosen.blocks, chosen.refused) == (PLAIN_WALK, "masks", "")
+    short = fast_method(model_of("gpt2", torch.float32), config)  # of 128 positions
+    assert (short.blocks, short.refused) == ("masks", "")
     monkeypatch.setattr("kvbench.harness.engine.selection.attend_where", lambda visible, q, *_: q * 0)
     chosen = fast_method(model, config)
     assert chosen.method == TOKEN_BY_TOKEN

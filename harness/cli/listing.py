@@ -95,12 +95,13 @@ def _with_defaults(policy: type[Policy]) -> Policy | None:
 def _blocks(policy_class: type[Policy]) -> str:
     """Return the method that reads blocks of tokens under a policy with its defaults, on a CPU."""
     from kvbench.harness.engine.kernel_interface import why_not_compiled
+    from kvbench.policies import Selecting
     from kvbench.policies.reset import Reset
 
     if not policy_class.caches:
         return "full attention between resets" if issubclass(policy_class, Reset) else "windows run afresh"
     if not policy_class.evicts:
-        return "closed form"
+        return "masks" if issubclass(policy_class, Selecting) else "closed form"
     usual = _with_defaults(policy_class)
     if usual is None:
         return "depends on its parameters"

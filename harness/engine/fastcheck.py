@@ -26,7 +26,7 @@ from kvbench.harness.engine.trial import BLOCK_METHODS, MethodCheck, Trial, bloc
 from kvbench.policies import Policy, Selecting
 from kvbench.policies.dense import Dense
 
-_SELECTION_ATTEMPTS = 2
+_SELECTION_ATTEMPTS = 2  # comparisons of masks with gathered tokens, each on new tokens
 _READ_TOKENS = 600  # upper bound of the tokens that the check reads in addition to those that fill a cache
 
 
@@ -35,7 +35,7 @@ class FastCheck(NamedTuple):
 
     Attributes:
         method: the shortcuts that agree with the plain walk.
-        blocks: method for blocks: "closed form", "compiled walk", "compiled steps" or "walk"; "full attention" if prompts are
+        blocks: "closed form", "compiled walk", "compiled steps", "masks" or "walk"; "full attention" if prompts are
             cut once.
         step: method for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels)
             or "plain".

@@ -193,19 +193,12 @@ class CachedDecoder:
             raise ValueError("a prompt must come first")
         length, once = tokens.shape[1], once or self.config.evict == "prompt"
         if not once or not self.config.policy.evicts:
-            selecting = [walk for walk in self.walks if isinstance(walk, SelectingWalk)]
-            for reading in selecting:
-                reading.reads_all = once
-            self.begin_prompt(length)
-            last = read_blocks(self, tokens, block)
-            for reading in selecting:
-                reading.reads_all = False
-            return last
+            return self._read_uncut_prompt(tokens, block, once)
         table = static_table(self.model, self.config, length)
         self._hold(self._layout.for_prompt(length, table))
         statistics = {s for walk in self.walks for s in walk.slots.tensors.states if s.sees}
-        newest = max((length if s.last is None else s.last for s in statistics), default=0)
-        quiet = max(0, length - newest)
+        last = max((length if s.last is None else s.last for s in statistics), default=0)
+        quiet = max(0, length - last)
         for walk in self.walks:
             walk.slots.begin_prompt(length, quiet)
         logits = read_blocks(self, tokens[:, :quiet], block) if quiet else None
@@ -213,6 +206,20 @@ class CachedDecoder:
             logits = read_blocks(self, tokens[:, quiet:], block)
         self._cut(length, table)
         assert logits is not None
+        return logits
+
+    def _read_uncut_prompt(self, tokens: Tensor, block: int, in_full: bool) -> Tensor:
+        """Read a prompt that is not cut at its end. -> logits after the last token, [B, V].
+
+        in_full: policies that select read the prompt under full attention.
+        """
+        selecting = [walk for walk in self.walks if isinstance(walk, SelectingWalk)]
+        for walk in selecting:
+            walk.reads_all = in_full
+        self.begin_prompt(tokens.shape[1])
+        logits = read_blocks(self, tokens, block)
+        for walk in selecting:
+            walk.reads_all = False
         return logits
 
     def begin_prompt(self, tokens: int | Tensor) -> None:

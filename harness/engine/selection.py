@@ -64,6 +64,12 @@ class PageExtremes:
         self.low.scatter_(2, place, _by_page(of_page, exists, size, -1))
         self.high.scatter_(2, place, _by_page(of_page, exists, size, 1))
 
+    def fork(self, streams: Tensor) -> PageExtremes:
+        """Return a copy for these streams. streams: [B'] int64."""
+        other = PageExtremes()
+        other.low, other.high, other._tokens = self.low[streams], self.high[streams], self._tokens
+        return other
+
     @property
     def nbytes(self) -> int:
         """Bytes of both tensors."""
@@ -79,14 +85,18 @@ def _by_page(keys: Tensor, exists: Tensor, size: int, sign: int) -> Tensor:
     return extreme.masked_fill(extreme == least, 0) * sign
 
 
+def _broadcasts(slots: torch.Size, queries: torch.Size) -> bool:
+    """Return whether slots [B, H, G, T, n] have an entry for every query [B, H, G, T]. Axes of slots before T may be 1."""
+    same = [size == full or (size == 1 and axis < 3) for axis, (size, full) in enumerate(zip(slots, queries, strict=False))]
+    return len(slots) == 5 and all(same)
+
+
 class SelectingWalk(Walk):
     """Walk whose policy selects the tokens that each query reads.
 
     Attributes:
         reads_all: queries read all tokens, as those of a prompt that is read under full attention.
     """
-
-    slots: Slots
 
     def __init__(self, slots: Slots, method: Method, like: SelectingWalk | None = None) -> None:
         """Prepare for slots that keep every token. method: only `fill` applies."""
@@ -176,15 +186,11 @@ class SelectingWalk(Walk):
         Raises:
             ValueError: the policy returned a tensor of another shape.
         """
-        layer, shape = self._layer, (*query.shape[:3], query.shape[3])
+        layer, shape = self._layer, query.shape[:4]
         self._queries[layer] += query.shape[3]
         extremes = partial(self._extremes_of, keys, step, self._queries[layer], layer)
         slots = self._policy.select(Queries(query, step, keys, layer, self.slots.num_layers, self.slots.seed, extremes))
-        if slots is not None and (
-            slots.dim() != 5
-            or slots.shape[3] != shape[3]
-            or any(size not in (1, full) for size, full in zip(slots.shape[:3], shape[:3], strict=True))
-        ):
+        if slots is not None and not _broadcasts(slots.shape, shape):
             name, expected = type(self._policy).__name__, [*shape, "n"]
             raise ValueError(f"{name}: select returned slots of shape {list(slots.shape)}, expected {expected}")
         self._newest[layer] = None if slots is None else slots[..., -1, :]
@@ -223,6 +229,10 @@ class SelectingWalk(Walk):
         """Return a walk over copies of these streams. streams: [B'] int64."""
         other = SelectingWalk(self.slots.fork(streams), self._method, like=self)
         other.ordered, other.reads_all = self.ordered, self.reads_all
+        other._queries = dict(self._queries)
+        other._extremes = {key: extremes.fork(streams) for key, extremes in self._extremes.items()}
+        for layer, slots in self._newest.items():
+            other._newest[layer] = slots if slots is None or len(slots) == 1 else slots[streams]
         return other
 
     def clear(self) -> None:

@@ -132,8 +132,9 @@ class MethodCheck:
     def trial_of_selection(self, seed: int) -> str:
         """Return the reason that blocks can't be read under masks; empty if they can. Both sides are plain PyTorch."""
         methods, sizes = (PLAIN_WALK, TOKEN_BY_TOKEN), [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS]
+        tokens_before = max(0, min(_SELECTED_FROM_TOKENS, self._model.longest - sum(sizes)))
         try:
-            return self._attempt(methods, sizes, _SELECTED_FROM_TOKENS, 1, seed)[0]
+            return self._attempt(methods, sizes, tokens_before, 1, seed)[0]
         except Exception as error:
             return self._failed(error).refused
 

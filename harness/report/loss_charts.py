@@ -40,7 +40,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
     if not shown:
         return None
-    sizes = {row["capacity"] for row in shown} - {None}  # a budget that the prompt decides has no place on the axis
+    sizes = {row["capacity"] for row in shown} - {None}  # a policy without a fixed capacity has no place on the axis
     several = len(sizes) > 1
     shown = [row for row in shown if row["capacity"] is not None] if sizes else shown
     unit = "perplexity lost to {}, %" if question["measure"] == "perplexity" else "points of right answers lost to {}"

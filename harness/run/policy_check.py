@@ -253,11 +253,7 @@ def _selection(on: Case) -> str:
     tokens, methods = _tokens(_SELECTED_FROM_TOKENS), (PLAIN_WALK, TOKEN_BY_TOKEN)
     by_masks, gathered = (CachedDecoder(_tiny(), _config(on), 2, method)(tokens) for method in methods)
     difference = (by_masks - gathered).abs().amax().item()
-    return (
-        ""
-        if difference <= 1e-3
-        else f"logits of a block differ from those of single tokens by {difference:.1g}: is a slot twice?"
-    )
+    return "" if difference <= 1e-3 else f"logits in blocks and of single tokens differ by {difference:.1g}: are slots distinct?"
 
 
 def _band(on: Case) -> str:

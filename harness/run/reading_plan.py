@@ -27,7 +27,7 @@ MAX_BLOCK_TOKENS = 2048  # maximum block size of the faster methods
 LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
 _TIMED_TOKENS = 8
 _BETWEEN_RESETS = "full attention between resets"
-_FAST = ("closed form", "compiled walk", "full attention", _BETWEEN_RESETS)  # ways to read blocks of any size
+_FAST = ("closed form", "compiled walk", "full attention", "masks", _BETWEEN_RESETS)  # ways to read blocks of any size
 
 
 class Reading(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
@@ -177,12 +177,13 @@ def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     axes: dict[str, Any] = {"seed": (int, 0)}
     if policy.evicts and not policy.outcome:
         axes["capacity"] = (OneCapacity, None)
-    selects = issubclass(policy, Selecting)
-    if (policy.evicts or selects) and policy.caches:
-        axes["evict"] = (_OnlyPrompt if policy.outcome else _StepOrPrompt if selects else OneEvict, 1)
-    if policy.caches and not selects:
-        axes["kv"] = (OneKV, None)
+    if issubclass(policy, Selecting):
+        axes |= {"evict": (_StepOrPrompt, 1), "positions": (Literal["cache", "stream"], "cache")}
+        return _model(f"{name}_entry", _parameter_fields(policy) | axes)
+    if policy.evicts and policy.caches:
+        axes["evict"] = (_OnlyPrompt if policy.outcome else OneEvict, 1)
     if policy.caches:
+        axes["kv"] = (OneKV, None)
         axes["positions"] = (PositionMode, "cache")
         axes["limit"] = (int | None, Field(None, ge=1))
     return _model(f"{name}_entry", _parameter_fields(policy) | axes)

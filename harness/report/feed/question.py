@@ -114,7 +114,7 @@ class Question:
 
     @property
     def capacities(self) -> list[int | None]:
-        """Capacities of the caches, smallest first; None stands for a capacity that the prompt decides."""
+        """Capacities of the caches, smallest first; None stands for no fixed capacity."""
         return sorted({row.cell.capacity for row in self.caches}, key=lambda c: (c is None, c or 0))
 
     def at(self, capacity: int | None) -> list[Row]:

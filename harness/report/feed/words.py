@@ -146,7 +146,7 @@ def enumerated(parts: Sequence[str], conjunction: str = "and") -> str:
 
 def size(capacity: int | None) -> str:
     """Return a phrase for a budget."""
-    return f"{capacity:,} tokens" if capacity is not None else "a budget that the prompt decides"
+    return f"{capacity:,} tokens" if capacity is not None else "no fixed capacity"
 
 
 def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
@@ -184,6 +184,8 @@ def _price(row: dict[str, Any], measure: str) -> str:
     parts = [*_answered(row, measure), *lost]
     if (share := row["kv_share"]) is not None:
         parts.append(f"holds {digits(100 * share, 2)} % of dense's bytes")
+        if (read := row["kv_read_bytes"]) is not None:
+            parts.append(f"reads {digits(100 * read / row['kv_bytes'], 2)} % of them in a step")
     if row["times_dense"] is not None:
         median, low, high = row["times_dense"]
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"

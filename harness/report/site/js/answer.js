@@ -14,7 +14,7 @@ export function showAnswer(data, suite, state) {
   }
   const budget = chosenBudget(question, state), references = new Map(question.references.map((row) => [`${row.name} ${row.capacity}`, row]));
   const columns = question.budgets.map((other) => ({
-    title: other.capacity === null ? "the prompt decides" : tokens(other.capacity), note: other.kv_share === null ? null : `${share(other.kv_share)} of dense`, question, budget: other,
+    title: tokens(other.capacity), note: other.kv_share === null ? null : `${share(other.kv_share)} of dense`, question, budget: other,
     rows: new Map([...byName(other), ...references]), chosen: other === budget, pick: () => go({ budget: String(other.capacity), open: "" }),
   }));
   const names = new Set([budget, ...question.budgets].flatMap((other) => [...byName(other).keys()]));

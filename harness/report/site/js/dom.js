@@ -19,7 +19,7 @@ export const short = (value) => (Math.abs(value) >= 10 ? Math.round(Math.abs(val
 export const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${short(value)}`;
 export const plain = (value) => `${value < 0 ? "−" : ""}${short(value)}`;
 export const share = (value) => (value < 0.0995 ? `${number(100 * value, 2)} %` : `${Math.round(100 * value)} %`);
-export const tokens = (capacity) => (capacity === null ? "a budget that the prompt decides" : `${capacity.toLocaleString("en")} tokens`);
+export const tokens = (capacity) => (capacity === null ? "no fixed capacity" : `${capacity.toLocaleString("en")} tokens`);
 export const parametersOf = (row) => Object.entries(row.parameters).filter(([, value]) => value !== null).map((pair) => pair.join(" ")).join(", ");
 
 export function bytes(value) {
