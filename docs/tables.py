@@ -375,13 +375,13 @@ def _selects(record: Record) -> str:
         "dense": "everything",
         "quest": "`quest`, {budget} tokens in pages of {page}",
         "sparse_strided": "`sparse_strided`, stride {stride}",
-        "longformer_dilated": "`longformer_dilated`, {window} tokens, every {dilation}th in {heads}",
-        "bigbird": "`bigbird`, {random} of {first} + {window} + {random} blocks of {block} at random",
+        "longformer_dilated": "`longformer_dilated`, dilation {dilation}, {heads}",
+        "bigbird": "`bigbird`, {blocks} blocks of {block}, {random} random",
     }
-    heads = {
-        "heads": "all heads" if given.get("heads") is None else "one head" if given["heads"] == 1 else f"{given['heads']} heads"
-    }
-    return labels[cell.policy].format(**given | heads) + everywhere
+    dilated = given.get("heads")
+    heads = "all heads" if dilated is None else "one head" if dilated == 1 else f"{dilated} heads"
+    blocks = sum(given.get(part, 0) for part in ("first", "window", "random"))
+    return labels[cell.policy].format(**{**given, "heads": heads, "blocks": blocks}) + everywhere
 
 
 def selected() -> str:
