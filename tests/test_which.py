@@ -208,7 +208,9 @@ def test_of_many_leaders_the_best_is_named_and_the_random_choice_not_hidden():
     asked = [answered("dense", "1" * 200, None), *cut]
     sentence, _ = best_policy([measured("dense", 1.9, None), *tied, *asked], "m", 8)
     leaders = "text: tova or 4 others (a random choice among them); StreamEval, question seen: rkv."
-    assert sentence.startswith(f"m, 8 tokens: no policy leads everywhere. Leaders (95 % confidence): {leaders}")
+    assert sentence.startswith(
+        f"m, 8 tokens: no policy leads everywhere. Leaders among the policies measured (95 % confidence): {leaders}"
+    )
 
 
 def test_what_can_not_be_answered_is_refused(tmp_path):

@@ -65,6 +65,7 @@ def which(
     if math.isnan(minutes):  # which no range excludes
         raise click.BadParameter("nan: expected minutes, such as 30")
     until = time.monotonic() + 60 * minutes  # loading torch takes seconds, too
+    from kvbench.harness.models.hub import model_directory
     from kvbench.harness.models.load import device_of
     from kvbench.harness.report.doubts import with_doubts
     from kvbench.harness.run.estimate import Estimator
@@ -78,6 +79,7 @@ def which(
     options = {"budget": budget, "minutes": minutes, "device": machine["device"], "dtype": dtype, "data": data}
     made_by = f"# Made by: bench which {model}{''.join(f' --{name} {value}' for name, value in options.items() if value)}\n"
     if fresh or not suite.is_file() or not suite.read_text(encoding="utf-8", errors="replace").startswith(made_by):
+        model_directory(model, None, allow_pickle=False)  # a mistyped name is refused before anything is announced
         click.echo(f"trying policies on {model}, to choose what fits into {minutes:g} min", err=True)
         content, notes = suite_for(
             ModelSpec(id=model, dtype=dtype or "float32"), budget, data, estimator, until - time.monotonic()

@@ -29,10 +29,12 @@ def best_policy(records: Sequence[Record], model: str, budget: int) -> tuple[str
     leaders = {head: [row["name"] for row in rows if row["rank"] and row["rank"][0] == 1] for head, rows in measured.items()}
     judged = {head: names for head, names in leaders.items() if names}
     without = "no policy is known to lead." if measured else "no policy was measured in this time."
-    sentence = f"{visible(model)}, {budget:,} tokens: {_sentence(judged) if judged else without}"
     most = max(map(len, measured.values()), default=0)
-    fewer = [f"{len(rows)} on '{head}'" for head, rows in measured.items() if len(rows) < most]
-    sentence += f" Of {most} policies, the time sufficed for {', '.join(fewer)}." if fewer else ""
+    fewer = {head: len(rows) for head, rows in measured.items() if len(rows) < most}
+    sentence = f"{visible(model)}, {budget:,} tokens: {_sentence(judged, fewer) if judged else without}"
+    if fewer:
+        tried = enumerated([f"{count} on '{head}'" for head, count in fewer.items()])
+        sentence += f" Of {most} policies, the time sufficed for {tried}."
     if measured and not any(question.measure == "answers" for question in opened):
         sentence += " No questions were measured, so the answer is about perplexity only."
     return sentence, findings
@@ -54,21 +56,27 @@ def _head(question: dict[str, Any], record: Record) -> str:
     return f"{name}, question seen" if question["evict"] == evicting("prompt") else str(name)
 
 
-def _sentence(leaders: dict[str, list[str]]) -> str:
-    """Name the policies that lead in all questions, or each question's leaders, which no policy beats at 95 % confidence."""
+def _sentence(leaders: dict[str, list[str]], fewer: dict[str, int]) -> str:
+    """Name the policies that lead in all questions, or each question's leaders, which no policy beats at 95 % confidence.
+
+    Args:
+        fewer: number of policies measured, of the questions for which not all were.
+    """
+    better = "no policy has better quality" if not fewer else "none of the policies measured has better quality"
     everywhere = [name for name in next(iter(leaders.values())) if all(name in names for names in leaders.values())]
     chosen = next((name for name in everywhere if not name.startswith(CONTROL)), "")
     if everywhere and not chosen:
         return "no policy is shown to beat a random choice (95 % confidence)."
     if len(everywhere) == 1:
-        return f"choose {chosen}: no policy has better quality (95 % confidence)."
+        return f"choose {chosen}: {better} (95 % confidence)."
     if everywhere:
         control = ", nor from a random choice" if any(name.startswith(CONTROL) for name in everywhere) else ""
         tied = _names([name for name in everywhere if not name.startswith(CONTROL)], "and")
         tie = f"{tied} can't be told apart{control}" if tied != chosen else f"It can't be told{control.removeprefix(', nor')}"
-        return f"choose {chosen}. {tie}, and no policy has better quality (95 % confidence)."
+        return f"choose {chosen}. {tie}, and {better} (95 % confidence)."
     parts = [f"{head}: {_names(names, 'or')}" for head, names in leaders.items()]
-    return f"no policy leads everywhere. Leaders (95 % confidence): {'; '.join(parts)}."
+    measured = " among the policies measured" if any(head in fewer for head in leaders) else ""
+    return f"no policy leads everywhere. Leaders{measured} (95 % confidence): {'; '.join(parts)}."
 
 
 def _names(names: Sequence[str], conjunction: str) -> str:
