@@ -14,7 +14,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.models.hub import builtins, model_directory
 from kvbench.harness.models.load import load_model, load_tokenizer
-from kvbench.lab.pretrain.config import find, load
+from kvbench.lab.pretrain.config import load
 from kvbench.policies.dense import Dense
 
 LOGITS = Path(__file__).with_name("builtin_logits.json")
@@ -37,7 +37,7 @@ def test_a_built_in_model_is_small_checked_and_has_a_card(name):
     assert (directory / "model.safetensors").stat().st_size <= 12 * 2**20
     model = load_model(directory, "float32", torch.device("cpu"))
     assert model.check <= 1
-    wanted = load(find(name))
+    wanted = load(name)
     assert opening(load_tokenizer(directory)) == list(range(wanted.sinks))
     assert getattr(model.hf.config, "zero_sink", False) == wanted.zero_sink
     seen = wanted.steps * wanted.training.batch * wanted.training.sample

@@ -34,12 +34,12 @@ def pretrain(
 
     \b
     bench pretrain vanilla --data path/to/pg19
-    bench pretrain lab/pretrain/recipes/sink_1.yaml --data path/to/pg19 --steps 200
+    bench pretrain path/to/recipe.yaml --data path/to/pg19 --steps 200
     bench pretrain recall --set name=wide --set seed=1 --set shape.hidden=256
     """
-    from kvbench.lab.pretrain.config import find, load
+    from kvbench.lab.pretrain.config import load
 
-    settings = load(find(config), changes)
+    settings = load(config, changes)
     if tokens:
         settings = settings.shortened(tokens)
     import torch

@@ -1,4 +1,4 @@
-"""The configuration of a reference model (shape, text, training), read from a YAML file."""
+"""The recipe of a reference model (shape, text, training), read from a YAML file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.harness.suite import yaml_value
 from kvbench.lab.shared_kv.sources import why_unserved
 
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
-RECIPES = Path(__file__).with_name("recipes")
+_RECIPES = Path(__file__).with_name("recipes.yaml")
 _BOTH = ("softmax", "sigmoid", "clipped", "qk_norm")
 _ATTENTION = {  # by family of the shape
     "llama": (*_BOTH, "sink_logits", "gated", "lckv"),
@@ -288,37 +288,24 @@ class PretrainConfig(_Strict):
         return whole // size
 
 
-def find(name: str) -> Path:
-    """Return the file of a configuration, given its path or the name of a bundled configuration.
+def load(name: str, changes: Sequence[str] = ()) -> PretrainConfig:
+    """Load a recipe, given the path of its file or the name of a packaged recipe.
+
+    With `like: OTHER`, missing values come from another recipe: a file in the same folder, or a packaged recipe. A change is
+    KEY=VALUE, such as "seed=1" or "shape.hidden=256", and replaces the recipe's value.
 
     Raises:
-        UserError: `name` is neither.
+        UserError: there is no such recipe, or it or a change is invalid.
     """
-    if Path(name).exists():
-        return Path(name)
-    shipped = {p.stem: p for p in RECIPES.glob("*.yaml") if p.stem != "common"}
-    if name not in shipped:
-        raise UserError(f"{name}: no such file or reference model{did_you_mean(name, sorted(shipped))}")
-    return shipped[name]
-
-
-def load(path: Path, changes: Sequence[str] = ()) -> PretrainConfig:
-    """Load a configuration. With `like: FILE`, missing values come from that file in the same folder.
-
-    A change is KEY=VALUE, such as "seed=1" or "shape.hidden=256", and replaces the file's value.
-
-    Raises:
-        UserError: the file doesn't exist, or it or a change is invalid.
-    """
-    config = _read(path)
+    config = _values(name, Path())
     for change in changes:
         key, equals, value = change.partition("=")
         *outer, last = key.split(".")
         holder = config
-        for name in outer:
-            holder = holder.setdefault(name, {})
+        for part in outer:
+            holder = holder.setdefault(part, {})
             if not isinstance(holder, dict):
-                raise UserError(f"--set {change}: {name} has no parts")
+                raise UserError(f"--set {change}: {part} has no parts")
         if not equals:
             raise UserError(f"--set {change}: expected KEY=VALUE, such as shape.hidden=256")
         holder[last] = yaml_value(value, f"--set {change}")
@@ -326,24 +313,46 @@ def load(path: Path, changes: Sequence[str] = ()) -> PretrainConfig:
         return PretrainConfig.model_validate(config)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise UserError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-def _read(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a file. readers: the files that are like it, directly or not."""
+def _values(name: str, folder: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the values of a recipe, a file in `folder` or packaged. readers: files that are like it, directly or not."""
+    path = folder / name
+    if not path.exists():
+        return _packaged_values(name)
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: can't be read ({str(error).splitlines()[0]})") from None
-    if not isinstance(config, dict):
+    if not isinstance(values, dict):
         raise UserError(f"{path}: not a mapping")
-    base = config.pop("like", None)
+    base = values.pop("like", None)
     if base is None:
-        return config
+        return values
     if path.resolve() in readers:
         raise UserError(f"{path}: is like itself, by way of `like: {base}`")
-    merged = _read(path.parent / str(base), (*readers, path.resolve()))
-    for key, value in config.items():
-        both_mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merged[key] | value if both_mappings else value
+    return _merged(_values(str(base), path.parent, (*readers, path.resolve())), values)
+
+
+def _packaged_values(name: str) -> dict[str, Any]:
+    """Return the values of a packaged recipe.
+
+    Raises:
+        UserError: there is no such recipe.
+    """
+    recipes = yaml.safe_load(_RECIPES.read_text(encoding="utf-8"))
+    if name not in recipes:
+        raise UserError(f"{name}: no such file or reference model{did_you_mean(name, recipes)}")
+    values = {"name": name} | recipes[name]
+    base = values.pop("like", None)
+    return values if base is None else _merged(_packaged_values(base), values)
+
+
+def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe, with missing values from `base`."""
+    merged = dict(base)
+    for key, value in values.items():
+        both_mappings = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = base[key] | value if both_mappings else value
     return merged

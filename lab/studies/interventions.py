@@ -24,7 +24,7 @@ from kvbench.harness.report.markdown import table
 from kvbench.lab.attention.loading import load_watched
 from kvbench.lab.attention.notes import Notes
 from kvbench.lab.pretrain import tokenizer
-from kvbench.lab.pretrain.config import find, load
+from kvbench.lab.pretrain.config import load
 from kvbench.lab.pretrain.samples import TrainingSamples
 from kvbench.lab.pretrain.train import pretrain
 from kvbench.lab.studies import DOCS
@@ -57,7 +57,7 @@ def trained(folder: Path, name: str, seed: int) -> Path:
     """The folder of a model, which is trained if it isn't there."""
     out = folder / f"{name}-{seed}"
     if not (out / "model" / "README.md").exists():
-        config = load(find("backcopy"), [f"name={name}-{seed}", f"seed={seed}", *SHORTER, *RECIPES[name][0]])
+        config = load("backcopy", [f"name={name}-{seed}", f"seed={seed}", *SHORTER, *RECIPES[name][0]])
         pretrain(config, out, None, torch.device("cpu"), lambda _: None)
     return out / "model"
 
@@ -66,7 +66,7 @@ def trained(folder: Path, name: str, seed: int) -> Path:
 def measured(folder: Path) -> dict[str, float]:
     """Figures of a model over held-out texts, by the attention task's notes; loss in nats a word."""
     model = load_watched(folder, "float32", torch.device("cpu")).hf
-    config, words = load(find("backcopy")), tokenizer.wrapped(tokenizer.of_words(load(find("backcopy")).words), 0)
+    config, words = load("backcopy"), tokenizer.wrapped(tokenizer.of_words(load("backcopy").words), 0)
     samples = TrainingSamples(config, ["backcopy"] * TEXTS, np.zeros(0, np.uint16), words, SEED_OF_TEXTS)
     ids, copies = (torch.cat([samples[at][key] for at in range(TEXTS)]) for key in ("input_ids", "answers"))
     notes = Notes(ids.shape[1], 2)

@@ -17,7 +17,7 @@ from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.watch import check as check_watch
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.lab.attention.loading import load_watched
-from kvbench.lab.pretrain.config import find, load
+from kvbench.lab.pretrain.config import load
 from kvbench.lab.pretrain.new_model import new_model
 from kvbench.lab.pretrain.train import pretrain
 from kvbench.lab.variants.base import attention_weights
@@ -39,7 +39,7 @@ def test_after_a_trigger_the_word_before_it_comes_again():
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_weights_of_a_gpt2_are_those_of_its_recipe(name):
-    model = new_model(load(find("backcopy"), [f"attention={name}", *SHORT])).double().eval()
+    model = new_model(load("backcopy", [f"attention={name}", *SHORT])).double().eval()
     module = model.transformer.h[0].attn
     draw = torch.Generator().manual_seed(0)
     query, key = (2 * torch.randn(1, 1, 9, 16, generator=draw, dtype=torch.float64) for _ in range(2))
@@ -63,7 +63,7 @@ def test_weights_of_a_gpt2_are_those_of_its_recipe(name):
 
 
 def test_a_key_bias_takes_attention_and_gives_no_value():
-    model = new_model(load(find("backcopy"), ["attention=key_bias", *SHORT])).double().eval()
+    model = new_model(load("backcopy", ["attention=key_bias", *SHORT])).double().eval()
     module, draw = model.transformer.h[0].attn, torch.Generator().manual_seed(0)
     query, key = (2 * torch.randn(1, 1, 5, 16, generator=draw, dtype=torch.float64) for _ in range(2))
     module.key_bias.data = torch.randn(1, 16, generator=draw, dtype=torch.float64)
@@ -76,8 +76,8 @@ def test_a_key_bias_takes_attention_and_gives_no_value():
 
 @pytest.mark.parametrize("name", ["qk_norm", "protected"])
 def test_queries_and_keys_have_a_norm_and_values_have_none(name):
-    model = new_model(load(find("backcopy"), [f"attention={name}", *SHORT, "shape.heads=2", "shape.kv_heads=2"])).eval()
-    block, plain = model.transformer.h[0], new_model(load(find("backcopy"), [*SHORT])).transformer.h[0]
+    model = new_model(load("backcopy", [f"attention={name}", *SHORT, "shape.heads=2", "shape.kv_heads=2"])).eval()
+    block, plain = model.transformer.h[0], new_model(load("backcopy", [*SHORT])).transformer.h[0]
     x = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
     ours, theirs = ([y.view(7, 2, 8) for y in layer.attn.c_attn(x)[0].chunk(3, -1)] for layer in (block, plain))
     for normed, given in zip(ours[:2], theirs[:2], strict=True):
@@ -92,7 +92,7 @@ def test_queries_and_keys_have_a_norm_and_values_have_none(name):
     "change", ["zero_sink=true", "sigma_reparam=true", "training.optimizer=sgd", "training.optimizer=ortho_adam"]
 )
 def test_it_trains_and_is_driven_as_it_was_trained(change, tmp_path):
-    directory = pretrain(load(find("backcopy"), [*SHORT, change]), tmp_path, None, torch.device("cpu"), lambda line: None)
+    directory = pretrain(load("backcopy", [*SHORT, change]), tmp_path, None, torch.device("cpu"), lambda line: None)
     model = load_model(directory, "float32", DEVICE)
     assert model.learned_positions
     assert model.check <= 1
@@ -102,7 +102,7 @@ def test_it_trains_and_is_driven_as_it_was_trained(change, tmp_path):
 
 @pytest.mark.slow("training")
 def test_weights_that_are_no_softmax_are_refused_by_the_loop(tmp_path):
-    recipe = load(find("backcopy"), [*SHORT, "attention=relu"])
+    recipe = load("backcopy", [*SHORT, "attention=relu"])
     directory = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)
     with pytest.raises(RefusedModelError, match="are no softmax"):
         load_model(directory, "float32", torch.device("cpu"))

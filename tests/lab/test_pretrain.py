@@ -10,6 +10,7 @@ import torch
 from conftest import DEVICE, tokens_of
 from transformers import AttentionInterface
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import opening
 from kvbench.harness.engine import attention
 from kvbench.harness.engine.decoder import CacheConfig
@@ -21,7 +22,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.selfcheck import check
 from kvbench.lab.pretrain import train
-from kvbench.lab.pretrain.config import PretrainConfig
+from kvbench.lab.pretrain.config import PretrainConfig, load
 from kvbench.lab.pretrain.held_out import attention_to_first
 from kvbench.lab.pretrain.train import new_model, pretrain
 from kvbench.policies.dense import Dense
@@ -39,6 +40,24 @@ def config(**changes) -> PretrainConfig:
 def trained(out, data, steps=None, **changes):
     model = pretrain(config(**changes), out, data, torch.device("cpu"), lambda line: None, steps)
     return model, [json.loads(x) for x in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_users_recipe_may_be_like_a_packaged_one_or_like_a_file(tmp_path):
+    (tmp_path / "base.yaml").write_text("like: sink_1\nname: base\nshape: {layers: 2}\n")
+    (tmp_path / "own.yaml").write_text("like: base.yaml\nname: own\nseed: 3\nshape: {heads: 8}\n")
+    packaged, own = load("sink_1"), load(str(tmp_path / "own.yaml"), ["training.batch=4"])
+    shape = packaged.shape.model_copy(update={"layers": 2, "heads": 8})
+    training = packaged.training.model_copy(update={"batch": 4})
+    assert own == packaged.model_copy(update={"name": "own", "seed": 3, "shape": shape, "training": training})
+
+
+def test_a_recipe_that_is_like_itself_or_like_none_is_a_users_mistake(tmp_path):
+    for name, base in (("a.yaml", "b.yaml"), ("b.yaml", "a.yaml"), ("c.yaml", "sink_3")):
+        (tmp_path / name).write_text(f"like: {base}\n")
+    with pytest.raises(UserError, match="is like itself"):
+        load(str(tmp_path / "a.yaml"))
+    with pytest.raises(UserError, match="sink_3: no such file or reference model, did you mean 'sink_"):
+        load(str(tmp_path / "c.yaml"))
 
 
 @pytest.fixture(scope="module")

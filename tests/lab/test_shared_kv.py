@@ -22,7 +22,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.models.families import tiny_model
-from kvbench.lab.pretrain.config import PretrainConfig, find, load
+from kvbench.lab.pretrain.config import PretrainConfig, load
 from kvbench.lab.pretrain.train import pretrain
 from kvbench.lab.shared_kv.decoder import PlainDecoder, Setting
 from kvbench.lab.shared_kv.model import LCKVConfig, LCKVForCausalLM
@@ -323,7 +323,7 @@ def test_orders_that_no_pass_can_serve_are_refused():
 
 def recipe(steps: int = 12, **changes) -> PretrainConfig:
     """Its shipped recipe, smaller."""
-    shipped = load(find("lckv")).model_dump()
+    shipped = load("lckv").model_dump()
     training = shipped["training"] | {
         "tokens": 72 * 4 * steps,
         "sample": 72,
