@@ -1,6 +1,6 @@
 """Published tables compared with our records of the same cells.
 
-Each YAML file in `published/` has one table with its source, and the options of our record for each row and column.
+Each document in `published_tables.yaml` is a table with its source, and the options of our record for each row and column.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _panel(values: list[dict[str, Any]], names: list[str], field: str, title: st
     return {"width": 340, "height": 260} | chart.curves(values, x, y, colour, point=False, strokeWidth=1.5)
 
 
-_FOLDER = Path(__file__).parent / "published"
+_TABLES = Path(__file__).with_name("published_tables.yaml")
 _INTRODUCTION = """# Papers beside ours
 
 Written by `bench leaderboard` from records and published figures; don't edit this page. Each cell is
@@ -69,8 +69,8 @@ def render(records: Iterable[Record]) -> chart.Page:
     """Return the page in Markdown, with its charts."""
     current = [(record, _flat(record)) for record in newest(list(records))]
     lines: list[str | chart.Chart] = [_INTRODUCTION]
-    for path in sorted(_FOLDER.glob("*.yaml")):
-        lines += _section(yaml.safe_load(path.read_text(encoding="utf-8")), current)
+    for published in yaml.safe_load_all(_TABLES.read_text(encoding="utf-8")):
+        lines += _section(published, current)
     return chart.page(lines)
 
 
