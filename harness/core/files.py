@@ -1,7 +1,11 @@
-"""Atomic writes and writable folders. A file appears complete or not at all, even with other writers. Imports no torch."""
+"""Atomic writes, writable folders, and users' text in UTF-8. A file appears complete or not at all, even with other writers.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -18,6 +22,12 @@ from kvbench.harness.core.errors import UserError
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
 _OWN_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")  # names that `new_partial` gives
+_MARKS = (  # UTF-32 first, because a mark of UTF-32 begins with a mark of UTF-16
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
 
 
 def new_partial(path: Path) -> Path:
@@ -140,3 +150,27 @@ def writable(folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"{folder}: can't be written to ({error.strerror})") from error
     return folder
+
+
+def read_utf8(path: Path) -> str:
+    """Return the text of a file, with "\\n" for every line end and without a byte-order mark.
+
+    Raises:
+        UserError: the file is not UTF-8; the message has the offset of the first wrong byte, counted from 0.
+        OSError: the file can't be read.
+    """
+    content = path.read_bytes()
+    for mark, name in _MARKS:
+        if content.startswith(mark):
+            raise UserError(f"{path}: begins with the byte-order mark of {name}, expected UTF-8: save it as UTF-8")
+    try:
+        text = content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, content, error.start) from None
+    if "\0" in text:  # UTF-16 without a mark, or a binary file
+        raise _not_utf8(path, content, content.index(0))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _not_utf8(path: Path, content: bytes, offset: int) -> UserError:
+    return UserError(f"{path}: not text in UTF-8: byte 0x{content[offset]:02x} at offset {offset:,}; save it as UTF-8")

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.utf8 import read_utf8
+from kvbench.harness.core.files import read_utf8
 from kvbench.harness.data.data_files import files_below, listed, of_split, say_left_out
-from kvbench.harness.data.parquet import rows
 from kvbench.harness.data.stream import Text
+from kvbench.harness.data.tables import text_rows
 from kvbench.harness.models.hub import quiet
 
 HUB_ID = "emozilla/pg19"
@@ -73,7 +73,7 @@ def _from_files(files: list[Path]) -> Iterator[Text]:
 
 
 def _from_parquet(file: Path) -> Iterator[Text]:
-    for number, row in enumerate(rows(file, ("short_book_title", "title", "url")), 1):
+    for number, row in enumerate(text_rows(file, ("short_book_title", "title", "url")), 1):
         title = next((str(row[c]) for c in ("short_book_title", "title") if c in row), f"{file.stem} {number}")
         yield Text(title, row["text"], _number(row.get("url")))
 

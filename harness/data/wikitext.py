@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.utf8 import read_utf8
+from kvbench.harness.core.files import read_utf8
 from kvbench.harness.data.data_files import files_below, of_split
-from kvbench.harness.data.parquet import rows
 from kvbench.harness.data.stream import Text
-from kvbench.harness.data.tables import hub_rows
+from kvbench.harness.data.tables import hub_rows, text_rows
 
 HUB_ID = "Salesforce/wikitext"
 HUB_CONFIG = "wikitext-2-raw-v1"
@@ -56,7 +55,7 @@ def _files(directory: Path, split: str) -> list[Path]:
 
 
 def _text(file: Path) -> str:
-    return read_utf8(file) if file.suffix.lower() == ".raw" else _joined(rows(file, at_once=_ROWS))
+    return read_utf8(file) if file.suffix.lower() == ".raw" else _joined(text_rows(file, at_once=_ROWS))
 
 
 def _joined(lines: Iterable[dict[str, Any]]) -> str:

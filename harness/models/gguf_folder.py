@@ -16,9 +16,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.user_cache import private_folder
+from kvbench.harness.core.user_cache import file_digest, private_folder
 from kvbench.harness.models.config import first_cause
-from kvbench.harness.models.digests import file_digest
 from kvbench.harness.models.gguf_header import MARKER, GGUFHeader
 
 _log = logging.getLogger("kv-bench")

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.packaged import PACKAGED, packaged_path
-from kvbench.harness.models.digests import file_digest
+from kvbench.harness.core.user_cache import file_digest
 from kvbench.harness.models.gguf_header import gguf_origin
 
 RANDOM = "random:"  # prefix of the id of a model with random weights

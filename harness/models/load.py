@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from kvbench.harness.core.device import free_bytes, use_full_float32
 from kvbench.harness.core.errors import RefusedModelError, UserError, did_you_mean
+from kvbench.harness.core.user_cache import file_digest
 from kvbench.harness.engine.attention import NAME
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.models.config import first_cause, read_config
-from kvbench.harness.models.digests import file_digest
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check, has_finite_output

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvbench.harness.core.errors import LARGEST_INTEGER, UserError, did_you_mean
-from kvbench.harness.core.utf8 import read_utf8
+from kvbench.harness.core.files import read_utf8
 
 M = TypeVar("M", bound=BaseModel)
 Location = tuple[str | int, ...]
