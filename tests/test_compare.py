@@ -13,7 +13,7 @@ from factories import cell_record, changed, edit, record
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.report.compare import differences, judge_all, markdown, token_differences
-from kvbench.harness.report.difference import judge_interval
+from kvbench.harness.report.pairing import judge_interval
 from kvbench.harness.report.ranks import shared_outcomes
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.sections import section_key

@@ -20,9 +20,8 @@ from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, clustered, median_i
 from kvbench.harness.records import Record
 from kvbench.harness.records.figure_rules import Compared, compared
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, SampleMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.report.difference import Difference, Traces, Verdict
 from kvbench.harness.report.markdown import digits, md, model_name, rows_table, task_name, title
-from kvbench.harness.report.pairing import paired, task_version
+from kvbench.harness.report.pairing import Difference, Traces, Verdict, paired, task_version
 from kvbench.harness.report.ranks import outcome_comparison
 from kvbench.harness.report.shares import count, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace

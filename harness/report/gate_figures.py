@@ -18,7 +18,7 @@ from kvbench.harness.records.figure_rules import RUN_NATS, SUM, Checked, Rule, r
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.records.types import Document
 from kvbench.harness.report.compare import COSTS, differences, mark_of, setup_changes, token_differences
-from kvbench.harness.report.difference import Traces, Verdict, judge_interval
+from kvbench.harness.report.pairing import Traces, Verdict, judge_interval
 from kvbench.harness.report.sources import find_trace
 from kvbench.harness.report.verify import equal, problems, short
 

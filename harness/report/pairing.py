@@ -1,4 +1,4 @@
-"""Pairing of records: comparable records, their common tokens, and their paired difference.
+"""Pairing of records: comparable records, their common tokens, their paired difference, and the verdict on it.
 
 A policy that recomputes its window may score only every `stride`-th token. Other policies score all tokens and also record sums
 over every `stride`-th token (`on_stride`), so that they can be compared with such a policy. Comparisons among the other policies
@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, interval
+from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, Interval, clustered, interval
 from kvbench.harness.records import Record
+from kvbench.harness.records.beside import TraceFile
+from kvbench.harness.records.figure_rules import Compared
 from kvbench.harness.records.metrics import Blocks, Bucket, NllMetrics, StrideBlocks, Sums
 
 _FIRST_BUCKET = 256  # positions
@@ -292,3 +294,52 @@ def _buckets(metrics: NllMetrics, shared: StrideBlocks) -> list[Bucket]:
             buckets.append(Bucket.model_construct(from_=low, to=min(high, end), tokens=tokens, nll=mean))
         low, high = high, 2 * high
     return buckets
+
+
+Verdict = Literal["better", "worse", "same", "can't tell"]
+Traces = tuple[TraceFile | None, TraceFile | None]  # of two records, where available
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of two records in a metric.
+
+    Attributes:
+        metric: name of the metric.
+        a: figure of the first record; None without a figure.
+        b: figure of the second record; None without a figure.
+        change: b - a; for `step_ms`, b / a - 1; None if unknown.
+        low: lower end of the 95 % interval of `change`; None without an interval.
+        high: upper end of the interval.
+        verdict: verdict on b.
+        why: explanation of the verdict, if the figures alone don't explain it.
+    """
+
+    metric: str
+    a: float | None
+    b: float | None
+    change: float | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    why: str = ""
+
+    @classmethod
+    def judged(
+        cls, metric: str, a: float, b: float, change: float | None, ends: Ends | None, mark: Compared | None, why: str = ""
+    ) -> Self:
+        """Return a difference with the verdict that follows from its interval. mark: margin and direction of the metric."""
+        low, high = ends or (None, None)
+        verdict: Verdict = "can't tell" if mark is None else judge_interval(low, high, mark.margin, mark.more_is_better)
+        return cls(metric, a, b, change, low, high, verdict, why)
+
+
+def judge_interval(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:
+    """Return the verdict on a change with this interval; "same" if the interval lies within the margin."""
+    if low is None or high is None:
+        return "can't tell"
+    if -margin <= low and high <= margin:
+        return "same"
+    if low > 0 or high < 0:
+        return "better" if (low > 0) == more_is_better else "worse"
+    return "can't tell"
