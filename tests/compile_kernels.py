@@ -30,8 +30,7 @@ from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.kernels import rope, triton_rotate
 from kvbench.harness.kernels import triton_kernels as kernels
 from kvbench.harness.kernels.cuda import _policy_module
-from kvbench.harness.kernels.cuda_attention import _JOINED_PARTS, BOOKKEEPING_BLOCK, WARPS, sizes
-from kvbench.harness.kernels.cuda_coded import constants as coded_constants
+from kvbench.harness.kernels.cuda_attention import _JOINED_PARTS, BOOKKEEPING_BLOCK, WARPS, coded_constants, sizes
 from kvbench.harness.kernels.tracing import TRITON, Formulas, traced
 from kvbench.harness.kernels.triton_coded import attend_coded
 from kvbench.policies import AttentionSum, KeyNorm, Policy, RecentAttention

@@ -23,10 +23,15 @@ from kvbench.harness.core.user_cache import private_folder
 from kvbench.harness.engine.method import RAN
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.kernels import cuda_attention, cuda_coded, states
+from kvbench.harness.kernels import cuda_attention, states
 from kvbench.harness.kernels.captured import replayable
-from kvbench.harness.kernels.cuda_attention import BOOKKEEPING_BLOCK, AttentionKernels, arrays_of, next_power
-from kvbench.harness.kernels.cuda_coded import CodedAttentionKernels
+from kvbench.harness.kernels.cuda_attention import (
+    BOOKKEEPING_BLOCK,
+    AttentionKernels,
+    CodedAttentionKernels,
+    arrays_of,
+    next_power,
+)
 from kvbench.harness.kernels.states import FirstValues, first_values, heads_of, prompts_of, sees_weights, widths_of
 from kvbench.harness.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
 from kvbench.policies import Policy, PositionMode
@@ -120,7 +125,8 @@ class CudaStepKernel:
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
         """Return the kernel if layers have a plain softmax, up to 32 bits and a supported codec or none; otherwise None."""
-        return cls(slots, mode, limit, longest) if _serves(slots) and (slots.codec is None or cuda_coded.serves(slots)) else None
+        served = _serves(slots) and (slots.codec is None or cuda_attention.serves_coded(slots))
+        return cls(slots, mode, limit, longest) if served else None
 
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float,
