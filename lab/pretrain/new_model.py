@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.engine.own_attention import ZERO_SINK
 from kvbench.harness.models.hub import model_directory
 from kvbench.lab.pretrain import sigma_reparam
 from kvbench.lab.pretrain.config import PretrainConfig

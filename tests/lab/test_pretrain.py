@@ -17,7 +17,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
-from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.engine.own_attention import ZERO_SINK
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.selfcheck import check
