@@ -62,7 +62,7 @@ class AttentionTask(attention.AttentionTask):
     @classmethod
     def load_model(cls, directory: Path, *args: Any, **kwargs: Any) -> Model:
         """Load a model to be watched, which the decode loop may not be able to drive."""
-        from kvbench.lab.attention.loading import load_watched
+        from kvbench.lab.attention.measure import load_watched
 
         return load_watched(directory, *args, **kwargs)
 

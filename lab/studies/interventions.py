@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.watch import watch
 from kvbench.harness.report.markdown import table
-from kvbench.lab.attention.loading import load_watched
+from kvbench.lab.attention.measure import load_watched
 from kvbench.lab.attention.notes import Notes
 from kvbench.lab.pretrain import tokenizer
 from kvbench.lab.pretrain.config import load

@@ -16,7 +16,7 @@ from kvbench.harness.data.stream import opening
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.watch import check as check_watch
 from kvbench.harness.models.load import load_model, load_tokenizer
-from kvbench.lab.attention.loading import load_watched
+from kvbench.lab.attention.measure import load_watched
 from kvbench.lab.pretrain.config import load
 from kvbench.lab.pretrain.new_model import new_model
 from kvbench.lab.pretrain.train import pretrain

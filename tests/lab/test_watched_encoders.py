@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.models.load import load_model
-from kvbench.lab.attention.loading import load_watched
+from kvbench.lab.attention.measure import load_watched
 
 CPU = torch.device("cpu")
 
