@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvbench.harness.engine.watch import Weighing, nonzero
 from kvbench.lab.variants.base import Variant, register, softmax
-from kvbench.lab.variants.clipped import clipped
+from kvbench.lab.variants.llama import clipped
 
 _KEY_BIAS_DEVIATION = 0.02  # as published
 

@@ -18,7 +18,7 @@ from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
-from kvbench.lab.attention.loading import load_watched
+from kvbench.lab.attention.measure import load_watched
 from kvbench.lab.pretrain import ortho_adam, sigma_reparam, text, tokenizer
 from kvbench.lab.pretrain.config import PretrainConfig
 from kvbench.lab.pretrain.held_out import HeldOut
@@ -149,7 +149,7 @@ def test_the_harness_imports_a_variant_when_it_reads_the_config_of_one(tmp_path)
         f"print(type(read_config(Path({str(tmp_path)!r}))).__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "kvbench.lab.variants.sink_logits", done.stderr
+    assert done.stdout.strip() == "kvbench.lab.variants.llama", done.stderr
 
 
 @pytest.mark.parametrize("name", CHANGES)
