@@ -1,4 +1,4 @@
-"""The beginning of a question in a prompt, and the questions of kvbench_recall: each answer follows from its text."""
+"""Questions in prompts: where they begin; and those of kvbench_recall and kvbench_facts: answers follow from their texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from conftest import bench
 
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
+from kvbench.harness.report.doubts import with_doubts
+from kvbench.harness.report.sections import section
+from kvbench.harness.report.verify import problems
 from kvbench.harness.tasks.lm_eval.evaluate_requests import question_start
 
 RULER = {
@@ -78,7 +83,7 @@ def _logprobs(said: list[list[list]]) -> list[float]:
     return [logprob for question in said for logprob, _ in question]
 
 
-SUITE = """suite: asked
+RECALL_SUITE = """suite: asked
 version: 1
 model: {id: "builtin:sink_2"}
 task: {name: lm_eval, tasks: [kvbench_registers, kvbench_cloze_said], limit: 6, question: [seen, unseen], batch: 4}
@@ -91,7 +96,7 @@ policies:
 
 @pytest.mark.slow("measures suites")
 def test_questions_that_are_not_seen_change_what_a_cut_prompt_knows_and_nothing_else(tmp_path, capsys):
-    (tmp_path / "asked.yaml").write_text(SUITE)
+    (tmp_path / "asked.yaml").write_text(RECALL_SUITE)
     code, _, err = bench(capsys, "run", tmp_path / "asked.yaml", "--results", tmp_path / "r", "--device", "cpu")
     assert code == 0, err
     said = {}
@@ -110,7 +115,7 @@ def test_questions_that_are_not_seen_change_what_a_cut_prompt_knows_and_nothing_
     assert said["kvbench_registers", "h2o", "prompt", None] != said["kvbench_registers", "h2o", "prompt", "unseen"]
 
 
-def documents(kind: str) -> list[dict]:
+def recall_documents(kind: str) -> list[dict]:
     name = f"kvbench_{kind}"
     loaded = catalogue.task(name, 0, 1234, [], {})["tasks"][name]
     assert len(list(loaded.training_docs())) == 50
@@ -130,7 +135,7 @@ def told(text: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["recent", "once", "popular", "distracted", "values"])
 def test_a_key_is_told_once_and_asked_for_at_the_end(kind):
-    for document in documents(kind):
+    for document in recall_documents(kind):
         text, question = parts(kind, document)
         key = re.fullmatch(r"\nQuestion: What is #(\d+)\?\nAnswer:", question)[1]
         assert re.findall(rf"^#{key} = (.*)$", text, re.M) == [document["answer"]]
@@ -145,7 +150,7 @@ def test_a_key_is_told_once_and_asked_for_at_the_end(kind):
 
 
 def test_a_chain_takes_two_look_ups():
-    for document in documents("chain"):
+    for document in recall_documents("chain"):
         text, question = parts("chain", document)
         key = re.fullmatch(r"\nQuestion: What does #(\d+) lead to\?\nAnswer:", question)[1]
         (other,) = re.findall(rf"^#{key} = #(\d+)$", text, re.M)
@@ -155,7 +160,7 @@ def test_a_chain_takes_two_look_ups():
 
 
 def test_a_needle_stands_once_in_the_first_half_of_prose():
-    for document in documents("needle"):
+    for document in recall_documents("needle"):
         text, question = parts("needle", document)
         place = re.fullmatch(r"\nQuestion: What is the secret number of (\w+)\?\nAnswer:", question)[1]
         sentence = f"The secret number of {place} = {document['answer']}."
@@ -166,11 +171,91 @@ def test_a_needle_stands_once_in_the_first_half_of_prose():
 
 def test_a_depth_is_the_place_of_what_was_told():
     for kind in KINDS:
-        for document in documents(kind):
+        for document in recall_documents(kind):
             text = document["text"][round(document["depth"] * len(parts(kind, document)[0])) :]
             assert 0 <= document["depth"] < 1
             if kind in ("recent", "once", "popular", "distracted"):
                 assert document["answer"] in text[:40]
-    anywhere = documents("anywhere")
+    anywhere = recall_documents("anywhere")
     tenths = [min(9, int(10 * d["depth"])) for d in anywhere]
     assert all(10 <= tenths.count(tenth) <= 32 for tenth in range(10))
+
+
+FACTS_KINDS = ("needle", "distracted", "popular", "values", "recent")
+
+
+def facts_documents(kind: str, **settings: str) -> list[dict]:
+    name = f"kvbench_facts_{kind}"
+    return list(catalogue.task(name, 0, 1234, [], settings)["tasks"][name].test_docs())
+
+
+@pytest.mark.parametrize("kind", FACTS_KINDS)
+def test_the_question_is_the_beginning_of_a_sentence_of_the_text(kind):
+    for document in facts_documents(kind):
+        start = question_start(document["text"], f"kvbench_facts_{kind}", document)
+        text, question = document["text"][:start], document["text"][start:]
+        answers = re.findall(rf"{re.escape(question.strip())} ([\d and]+)\.", text)
+        assert set(answers) == {document["answer"]}
+        assert len(answers) == (4 if kind == "popular" else 1)
+        assert text.index(f"{question.strip()} {answers[0]}.") == pytest.approx(document["depth"] * len(text), abs=1)
+        facts = re.findall(r"account numbers? of (\w+)", text)
+        assert len(set(facts)) == {"needle": 1, "values": 1, "recent": 3}.get(kind, 2)
+        assert len(facts) == len(set(facts)) + 3 * (kind in ("popular", "distracted"))
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("needle", 0.0, 1.0), ("values", 0.0, 1.0), ("recent", 0.8, 1.0)])
+@pytest.mark.parametrize("count", [20, 50, 200])
+def test_depths_are_spread_evenly_over_the_first_questions(kind, low, high, count):
+    depths = [(document["depth"] - low) / (high - low) for document in facts_documents(kind)[:count]]
+    if kind == "recent":
+        assert min(depths) >= 0
+    else:
+        counts = [sum(int(4 * depth) == quarter for depth in depths) for quarter in range(4)]
+        assert min(counts) >= 0.7 * count / 4
+
+
+def test_a_needle_in_a_book_stands_among_the_sentences_of_the_book(tmp_path):
+    sentences = [f"The {number}th day was as grey as the day before it, and nothing came." for number in range(6000)]
+    (tmp_path / "book.txt").write_text(" ".join(sentences))
+    for document in facts_documents("book", data=str(tmp_path)):
+        text, _, question = document["text"].partition("\n\n")
+        needle = f"{question} {document['answer']}."
+        prose = [s for s in re.split(r"(?<=\.) ", text) if s != needle]
+        assert text.count(needle) == 1
+        assert len(prose) > 10
+        assert set(prose) <= set(sentences)
+
+
+FACTS_SUITE = """suite: facts
+version: 1
+model: {id: "builtin:sink_2"}
+task: {name: lm_eval, tasks: [kvbench_cloze_said, kvbench_facts_needle], limit: 3, question: [seen, unseen]}
+capacity: 24
+evict: prompt
+policies: [dense, window]
+"""
+
+
+@pytest.mark.slow("measures a suite")
+def test_a_row_says_that_its_answers_preceded_the_cut_and_that_dense_cant(tmp_path, capsys):
+    (tmp_path / "facts.yaml").write_text(FACTS_SUITE)
+    code, _, err = bench(capsys, "run", tmp_path / "facts.yaml", "--results", tmp_path / "r", "--device", "cpu")
+    assert code == 0, err
+    records = RecordStore(tmp_path / "r").read_all()[0]
+    flags = {(r.cell.options["tasks"], r.cell.options.get("question"), r.cell.policy): r.metrics.flags for r in records}
+    words = load_tokenizer(model_directory("builtin:sink_2", None, False))
+    answers = list(catalogue.task("kvbench_cloze_said", 0, 1234, [], {})["tasks"]["kvbench_cloze_said"].test_docs())[:3]
+    short = sum(len(words.tokenize(f" {document['answer']}")) == 1 for document in answers)
+    before = [f"the first token of an answer was chosen before the cut, and {short} of 3 answers have no other"]
+    assert short
+    assert flags.pop(("kvbench_cloze_said", None, "window")) == before
+    assert len(flags) == 7
+    assert not any(flags.values())
+    assert all(problems(r, RecordStore(tmp_path / "r").path(r).parent) == [] for r in records)
+    doubted = {r.cell.options["tasks"]: r.metrics.flags for r in with_doubts(records) if r.cell.options.get("question")}
+    assert doubted["kvbench_cloze_said"] == []
+    assert doubted["kvbench_facts_needle"] == [
+        "dense can't: it answers 0 % right, so answers to these questions say little about policies"
+    ]
+    needles = [r for r in records if r.cell.options["tasks"] == "kvbench_facts_needle" and not r.cell.options.get("question")]
+    assert "in parentheses, those that contain it" in section(needles[0], needles).text

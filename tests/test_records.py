@@ -1,7 +1,8 @@
-"""Records are written completely or not at all, never lost, and never trusted blindly."""
+"""Records and files are written completely or not at all, never lost, and never trusted blindly."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from factories import changed, record
 
+from kvbench.harness.core.files import atomic_write, new_partial, put_in_place, remove_partials
 from kvbench.harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
 from kvbench.harness.report.markdown import md
 from kvbench.harness.report.sections import section
@@ -201,3 +203,58 @@ def test_dense_beyond_its_training_length_has_a_trend_and_no_interval():
     page = section(record("dense", None, facts=facts), [record("h2o", facts=facts)]).text
     assert "(trend)" in next(line for line in page.splitlines() if line.startswith("| dense"))
     assert "| trend |" in next(line for line in page.splitlines() if line.startswith("| h2o"))
+
+
+def test_what_fails_half_way_changes_nothing(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("before")
+
+    def write_half():
+        with atomic_write(path) as file:
+            file.write("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="No space left on device") as caught, atomic_write(tmp_path / "page.md"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.filename == str(tmp_path / "page.md")
+
+
+def test_a_symbolic_link_is_replaced_and_its_target_left_alone(tmp_path):
+    victim, path = tmp_path / "victim", tmp_path / "page.md"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    with atomic_write(path) as file:
+        file.write("page")
+    assert (victim.read_text(), path.read_text(), path.is_symlink()) == ("mine", "page", False)
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    path = tmp_path / "page.md"
+    with atomic_write(path) as first, atomic_write(path) as second:
+        first.write("first")
+        second.write("second")
+    assert path.read_text() == "first", "the outer one is put in place last"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_partial_that_exists_is_never_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    new_partial(tmp_path / "a")
+    with pytest.raises(FileExistsError):
+        new_partial(tmp_path / "a")
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
+    (tmp_path / "deep").mkdir()
+    whole = tmp_path / "deep" / "whole"
+    put_in_place(new_partial(whole), whole)
+    new_partial(tmp_path / "deep" / "left")
+    remove_partials(tmp_path)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [whole]
