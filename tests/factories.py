@@ -1,4 +1,4 @@
-"""Records, policies and requirements that several test modules share."""
+"""Records, policies and requirements that several test modules share; and published records to read or to change."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import typing
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +23,8 @@ from kvbench.harness.engine import slots as slots_module
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Slots
-from kvbench.harness.records import Record, digest
+from kvbench.harness.records import Record, RecordStore, digest
+from kvbench.harness.records.beside import TraceFile, open_trace
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import DataFacts, Facts, Failure, RecordedTrace
@@ -318,3 +320,16 @@ class Odd(Policy):
         recent = (view.age <= 2) | (view.position < 1)
         worth = view.state(self.Decayed()) - self.half * view.uniform() + view.rank.float() * 1e-3
         return torch.where(recent, torch.full_like(worth, inf), worth.clamp(min=-1.0, max=7.5))
+
+
+RECORDS = Path(__file__).parent / "records"
+
+
+def working_copy(source: Path, target: Path) -> Path:
+    """Write the records of a folder of either form, and their traces, into a working folder."""
+    for path, record in RecordStore(source).files():
+        assert isinstance(record, Record), record
+        written, trace = RecordStore(target).write(record), open_trace(record, path.parent)
+        if record.trace is not None and isinstance(trace, TraceFile):
+            written.with_name(record.trace.file).write_bytes(trace.getvalue())
+    return target

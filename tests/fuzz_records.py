@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import bench_in
-from stored import RECORDS, working_copy
+from factories import RECORDS, working_copy
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore, digest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stored import working_copy
+from factories import working_copy
 
 from kvbench.harness.report.baseline import FILE
 

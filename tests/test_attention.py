@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stored import RECORDS
+from factories import RECORDS
 from watched import IDS, TOKENS, Whole, eager_weights
 
 from kvbench.harness.core import plugins

@@ -6,9 +6,8 @@ import typing
 
 import pytest
 from children import in_this_process
-from factories import cell_record
+from factories import RECORDS, cell_record
 from pydantic import BaseModel
-from stored import RECORDS
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import bench
-from factories import cell_record, changed, drawn, edit, record
+from factories import RECORDS, cell_record, changed, drawn, edit, record
 from fuzz_records import fuzz
-from stored import RECORDS
 
 from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core import plugins

@@ -9,7 +9,7 @@ from functools import cache
 import attention_rules as rules
 import pytest
 import torch
-from attention_walk import best, lists_of, walk_lists, walk_policy
+from attention_rules import best, lists_of, walk_lists, walk_policy
 from conftest import model_of, tokens_of
 from prompt_views import dense_pass, kept, prompt_views
 

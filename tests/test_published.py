@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import bench
-from factories import edit, record
-from stored import RECORDS, working_copy
+from factories import RECORDS, edit, record, working_copy
 from test_verify import of_questions, of_tokens
 
 from kvbench.harness.core.errors import Exit, UserError

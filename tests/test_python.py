@@ -16,8 +16,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import bench
-from stored import RECORDS
-from test_closing import measured
+from factories import RECORDS
+from test_progress import measured
 
 from kvbench import CacheView, Policy, Records, compare, load_records, losses, run
 from kvbench.harness.core.errors import UserError

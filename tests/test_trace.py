@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import cell_record
+from factories import RECORDS, cell_record
 from hypothesis import given
 from hypothesis import strategies as st
-from stored import RECORDS
 from transformers import AutoModelForCausalLM
 
 from kvbench.harness.core.errors import UserError

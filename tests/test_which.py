@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import bench
 from factories import edit
-from test_closing import answered, measured
+from test_progress import answered, measured
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
