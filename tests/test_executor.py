@@ -26,10 +26,9 @@ from kvbench.harness.records import RecordStore
 from kvbench.harness.report.feed import feed
 from kvbench.harness.run import runner
 from kvbench.harness.run.ledger import RunWatcher
-from kvbench.harness.run.options import KeepSteps, RunOptions
 from kvbench.harness.run.order import Order, UnsentData
 from kvbench.harness.run.prepare import prepare
-from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.request import KeepSteps, RunOptions, RunRequest
 from kvbench.harness.run.schedule import Schedule, Work
 from kvbench.harness.run.worker import Worker
 from kvbench.harness.suite import Resources

@@ -21,7 +21,7 @@ from kvbench.harness.records import read
 from kvbench.harness.report import keep_map as reading
 from kvbench.harness.report.keep_map import Map, evictions, keep_map, read_map
 from kvbench.harness.run.keep_map_writer import KeepMapWriter, RecordingDecoder, write_replay
-from kvbench.harness.run.options import KeepSteps
+from kvbench.harness.run.request import KeepSteps
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

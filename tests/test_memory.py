@@ -32,10 +32,9 @@ from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import READ_AT_POINTS
 from kvbench.harness.run import child
-from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.order import Order, UnsentData
 from kvbench.harness.run.prepare import prepare
-from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.request import RunOptions, RunRequest
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
 from kvbench.harness.tasks.memory.meter_stream import tensor_bytes
 from kvbench.harness.tasks.task import Job, RandomTokens

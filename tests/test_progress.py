@@ -10,10 +10,10 @@ from conftest import bench_in as bench
 from factories import cell_record, edit, record
 from rich.console import Console
 
-from kvbench.harness.cli.terminal import link
+from kvbench.harness.cli.output import link
 from kvbench.harness.report.closing import closing
+from kvbench.harness.report.doubts import troubles
 from kvbench.harness.report.feed import feed
-from kvbench.harness.report.troubles import troubles
 from kvbench.harness.run import progress
 from kvbench.harness.run.progress import ProgressView, steps_view
 

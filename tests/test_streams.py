@@ -16,8 +16,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records.aggregates import scored_mask
 from kvbench.harness.report.pairing import paired
-from kvbench.harness.run.options import KeepSteps
-from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.request import KeepSteps, RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.dense import Dense

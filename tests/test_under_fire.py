@@ -17,7 +17,7 @@ from factories import record
 from fire import APART, MUST_NOT_BE, SUITE, fire
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.locks import OWNER_SUFFIX
+from kvbench.harness.core.files import OWNER_SUFFIX
 from kvbench.harness.records import LOCK, RecordStore, from_the_future, newest
 from kvbench.harness.report.verify import problems
 

@@ -18,7 +18,7 @@ from kvbench.harness.cli.loaded import LAB_COMMANDS, plugin_commands
 from kvbench.harness.cli.output import accept_debug, debugging
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import Exit, UserError, described, first_line
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 
 _EXPECTED = (UserError, OSError, click.ClickException, click.Abort, click.exceptions.Exit)  # errors that `main` reports itself
 

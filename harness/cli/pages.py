@@ -14,7 +14,7 @@ import click
 from kvbench.harness.cli.output import FILLED, report_skipped, results_option
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.core.files import atomic_write, writable
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record

@@ -10,7 +10,7 @@ import click
 from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, report_skipped, results_option
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.core.files import writable
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 
 
 @click.group()

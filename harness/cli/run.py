@@ -11,13 +11,11 @@ from typing import Any
 
 import click
 
-from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, stdout_is_stderr
-from kvbench.harness.cli.terminal import show_closing
-from kvbench.harness.core.durations import about
+from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, show_closing, stdout_is_stderr
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.files import writable
-from kvbench.harness.run.options import KeepSteps
-from kvbench.harness.run.request import RunRequest
+from kvbench.harness.core.shown import duration
+from kvbench.harness.run.request import KeepSteps, RunRequest
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
@@ -124,7 +122,7 @@ def run(
         request.use_threads()
         expected = estimates(cells, request.device, tried=True)
         print_rows([row.cells() for row in expected], as_json)
-        click.echo(f"{about(sum(row.seconds or 0.0 for row in expected))} in all, without loading", err=True)
+        click.echo(f"{duration(sum(row.seconds or 0.0 for row in expected))} in all, without loading", err=True)
         return
     records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging(), keep=keep)
     from kvbench.harness.report.doubts import with_doubts

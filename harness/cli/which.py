@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.output import FILLED, debugging, results_option
+from kvbench.harness.cli.output import FILLED, debugging, line_width, results_option, show_closing
 from kvbench.harness.cli.pages import leaderboard
 from kvbench.harness.cli.run import machine_options
-from kvbench.harness.cli.terminal import line_width, show_closing
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.files import writable
 from kvbench.harness.run.request import RunRequest

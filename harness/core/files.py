@@ -1,17 +1,19 @@
-"""Atomic writes, writable folders, and users' text in UTF-8. A file appears complete or not at all, even with other writers.
+"""Atomic writes, writable and locked folders, and users' text in UTF-8. Imports no torch.
 
-Imports no torch.
+A file appears complete or not at all, even with other writers.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from kvbench.harness.core.errors import UserError
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
 _OWN_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")  # names that `new_partial` gives
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO})  # raised by NFS, Lustre, FUSE
+OWNER_SUFFIX = ".owner"  # suffix of the file that serves as the lock where files can't be locked
 _MARKS = (  # UTF-32 first, because a mark of UTF-32 begins with a mark of UTF-16
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -174,3 +178,76 @@ def read_utf8(path: Path) -> str:
 
 def _not_utf8(path: Path, content: bytes, offset: int) -> UserError:
     return UserError(f"{path}: not text in UTF-8: byte 0x{content[offset]:02x} at offset {offset:,}; save it as UTF-8")
+
+
+class HeldError(Exception):
+    """Another process holds a lock. The message names the process and a remedy if it has ended; empty if it is unknown."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file. On a file system without locks, a file with the owner's host and process id is the lock.
+
+    Raises:
+        HeldError: another process holds the lock.
+        OSError: the folder can't be written to.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise HeldError from None
+    except NotImplementedError:
+        locks = False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        locks = False
+    else:
+        locks = True
+    owner = path.with_name(path.name + OWNER_SUFFIX)
+    if not locks:
+        _create(owner)
+    try:
+        yield
+    finally:
+        if locks:
+            lock.release()
+        else:
+            owner.unlink(missing_ok=True)
+
+
+def _create(owner: Path) -> None:
+    """Create the file that serves as the lock. The file of a process that has ended on this host is replaced.
+
+    Raises:
+        HeldError: the file exists, and its process may be running.
+        OSError: the file can't be created.
+    """
+    line = f"{socket.gethostname()} {os.getpid()}\n"
+    for _ in range(2):
+        try:
+            file = os.open(owner, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except FileExistsError:
+            host, _, process = owner.read_text(encoding="utf-8", errors="replace").strip().partition(" ")
+            if host != socket.gethostname() or not process.isdecimal() or _is_running(int(process)):
+                raise HeldError(f"{host or '?'}, process {process or '?'}; if that has ended, delete {owner}") from None
+            owner.unlink(missing_ok=True)
+            continue
+        with os.fdopen(file, "w", encoding="utf-8") as stream:
+            stream.write(line)
+        return
+    raise HeldError
+
+
+def _is_running(process: int) -> bool:
+    """Whether this host has a process with this id."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; no such id
+        return True
+    return True

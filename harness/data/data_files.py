@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 
 SPLITS = ("train", "validation", "test")
 _ALSO_NAMED = {"validation": "valid"}  # other names of splits in file names

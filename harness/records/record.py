@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import DataFacts, Facts, Failure, RecordedTrace

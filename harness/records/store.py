@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import atomic_write, remove_partials, store_content
-from kvbench.harness.core.locks import OWNER_SUFFIX, HeldError, locked
+from kvbench.harness.core.files import OWNER_SUFFIX, HeldError, atomic_write, locked, remove_partials, store_content
 from kvbench.harness.records import published
 from kvbench.harness.records.beside import TraceFile, open_trace
 from kvbench.harness.records.record import MAX_CLOCK_SKEW, Problem, Record, parse_time, read, slug

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 
 # Colour on a light and on a dark page. The hues are Okabe and Ito's, darkened or lightened for contrast.

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbench.harness.core.durations import about
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, long_enough
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import duration, visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report import sections
@@ -264,7 +263,7 @@ def _longer_text(records: Sequence[Record]) -> str:
         tokens = streams * max(metrics.stream_tokens, 2 * capacity + _TOKENS_BEYOND)
         setting = f"--set streams={streams} --set tokens={tokens}"
     seconds = sum(r.facts.seconds or 0.0 for r, _ in scored) * tokens / max(1, record.data.tokens)
-    return f"{setting}, {about(seconds)}"
+    return f"{setting}, {duration(seconds)}"
 
 
 def _capacity(row: Row) -> str:

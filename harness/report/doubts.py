@@ -1,21 +1,24 @@
-"""Doubts about records and faults of rows, as sentences."""
+"""Doubts about records, faults of rows, and troubles of a run, as sentences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.harness.core.grouped import grouped
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.figure_rules import MEAN_NATS, SUM
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics
+from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.report.pairing import past_training, question
-from kvbench.harness.report.rows import Row
-from kvbench.harness.report.task_report import task_of
+from kvbench.harness.report.rows import Row, without_folder
+from kvbench.harness.report.task_report import OF_MACHINE, task_of
 from kvbench.harness.report.verify import ITEM_BYTES
 
 _CLIFF_NATS = math.log(2)  # twice the perplexity
@@ -24,6 +27,8 @@ FLOOR = 0.5  # share of right answers below which dense says nothing about polic
 _MOST_HELD = 0.9  # share of dense's bytes above which too few tokens were evicted to change every figure
 _GRADED = 10  # questions with a score other than 0 and 1; chance does not make so many scores equal to dense's
 _ANSWERS, _OF_EACH_KIND = 60, 10  # smallest number of questions, and of questions that dense answers right and wrong each
+_MAX_NAMES = 3  # names in a line, before "and 4 more"
+_WALKED = ("walk", "compiled steps")  # methods that read token by token inside a layer
 
 Floats = NDArray[np.float64]
 
@@ -191,3 +196,65 @@ def _ratio(parameters: Mapping[str, Any]) -> float | None:
         return float(parameters["compression_ratio"])
     inner = parameters.get("press")
     return _ratio(inner) if isinstance(inner, Mapping) else None
+
+
+def troubles(records: Sequence[Record]) -> list[str]:
+    """Return a line for each failure and flag, with the reason, and a line for each way of reading without a faster method."""
+    return [*_failures(records), *_flags(records), *_slow(records)]
+
+
+def _failures(records: Sequence[Record]) -> list[str]:
+    """Describe failed cells in a line per policy and reason."""
+    failures = grouped((r for r in records if r.status != "ok"), lambda r: (without_folder(r.cell.policy), _reason(r)))
+    return [
+        visible(f"{policy} failed ({f'{len(failed)} cells' if len(failed) > 1 else failed[0].cell.task.name}): {reason}")
+        for (policy, reason), failed in failures.items()
+    ]
+
+
+def _reason(record: Record) -> str:
+    """Return the reason of a failure, with the place in the code."""
+    error = record.error or Failure(kind="", message="")
+    reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
+    return f"{reason} ({error.where})" if error.where else reason
+
+
+def _flags(records: Sequence[Record]) -> list[str]:
+    """Describe flags in a line per task and kind. Flags of one kind agree up to the first colon or digit."""
+    flags = (
+        (record.cell.task.name, flag, without_folder(record.cell.policy)) for record in records for flag in record.metrics.flags
+    )
+    lines = []
+    for (task, _), flagged in grouped(flags, lambda named: (named[0], named[1].split(":")[0].rstrip("0123456789,. "))).items():
+        lines.append(visible(f"{_names(policy for _, _, policy in flagged)} flagged ({task}): {flagged[0][1]}"))
+    return lines
+
+
+def _slow(records: Sequence[Record]) -> list[str]:
+    """Describe, in at most a line per way of reading, the cells without a faster method, with the policies of each reason."""
+    by_way = grouped((r for r in records if r.status == "ok" and _way(r)), _way)
+    lines = []
+    for way, cells in by_way.items():
+        reasons = grouped(cells, lambda r: r.facts.refused or r.facts.plain_because)
+        named = "; ".join(f"{_names(without_folder(r.cell.policy) for r in slow)} ({why})" for why, slow in reasons.items())
+        lines.append(visible(f"{len(cells)} cell{'s were' if len(cells) > 1 else ' was'} {way}: {named}"))
+    return lines
+
+
+def _way(record: Record) -> str:
+    """Return how a cell was read, if a faster method was refused or does not exist; else an empty text.
+
+    A task that measures time or memory reads single tokens, for which only a refused method matters.
+    """
+    facts = record.facts
+    by_token = facts.method in _WALKED or (facts.method or "").endswith("token by token")
+    if by_token and (facts.refused or facts.plain_because) and task_of(record).measures not in OF_MACHINE:
+        return "read token by token"
+    return "measured without a faster method" if facts.refused else ""
+
+
+def _names(policies: Iterable[str]) -> str:
+    """Join the different names of policies. Of many, only the first are named."""
+    names = list(dict.fromkeys(policies))
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.grouped import grouped
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Problem, Record, RecordStore, newest
 from kvbench.harness.report.pairing import common_tokens, on_common, question
 from kvbench.harness.report.rows import short_titles

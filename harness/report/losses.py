@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.harness.core.errors import UserError, did_you_mean
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report import chart
 from kvbench.harness.report.doubts import with_doubts

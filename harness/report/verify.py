@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.evict import at_once
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Problem, Record
 from kvbench.harness.records.beside import TraceFile, file_problem, open_trace
 from kvbench.harness.report.task_report import task_of

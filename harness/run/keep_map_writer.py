@@ -24,8 +24,8 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.keep_map import SUFFIX, Map, evictions, replayable_capacities
 from kvbench.harness.run.ledger import KeepMapFile
-from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.prepare import Prepared
+from kvbench.harness.run.request import KeepSteps
 from kvbench.harness.tasks.task import Job
 
 _POSITIONS_PER_ROW_GROUP = 2**20

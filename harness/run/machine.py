@@ -14,8 +14,7 @@ import torch
 
 from kvbench import __version__
 from kvbench.harness.core import plugins
-from kvbench.harness.core.calibration import calibration_ms
-from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, instructions, wait_for
+from kvbench.harness.core.device import allows_tf32, calibration_ms, device_name, free_bytes, instructions, wait_for
 from kvbench.harness.core.errors import DISK_ERRNOS, UserError, described, failure
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.core.resets import holds_kv
@@ -32,10 +31,10 @@ from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.run import child
 from kvbench.harness.run.keep_map_writer import open_map
 from kvbench.harness.run.ledger import Done, Group, Outcome, RunWatcher, trace_suffix
-from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.order import GroupOutcomes, Order
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
 from kvbench.harness.run.reading_plan import PLAIN_BLOCK_TOKENS, choose_reading
+from kvbench.harness.run.request import RunOptions
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError

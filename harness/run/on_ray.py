@@ -20,11 +20,11 @@ from kvbench.harness.core.user_files import loaded_files
 from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.ledger import Group, Ledger, Outcome, needs_machine
-from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.order import GroupOutcomes, Order
 from kvbench.harness.run.prepare import MachineFacts
 from kvbench.harness.run.ray_cluster import Cluster, connected, needs
 from kvbench.harness.run.ray_worker import Board, Place, RayWorker, Shared
+from kvbench.harness.run.request import RunOptions
 from kvbench.harness.run.schedule import Schedule, Work
 from kvbench.harness.suite import Cell
 from kvbench.harness.tasks.task import MeasurementError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvbench.harness.run.ledger import Group, Outcome
-from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.request import RunOptions
 from kvbench.harness.suite import Cell
 from kvbench.harness.tasks.task import Data, MeasurementError
 

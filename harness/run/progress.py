@@ -18,9 +18,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import duration, visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report.feed.question import is_reference
@@ -233,7 +232,7 @@ class ProgressView(RunWatcher):
         if not self._measured or left <= 0:
             return []
         seconds = min((now - self._begun) / self._measured * left, max(0.0, self._until - now))
-        return [f"{about(seconds)} left"]
+        return [f"{duration(seconds)} left"]
 
     def _line(self, text: str) -> None:
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)

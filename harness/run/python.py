@@ -13,8 +13,7 @@ from kvbench.harness.core.files import writable
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.report.export import Records
 from kvbench.harness.run.cache_arguments import whole_number
-from kvbench.harness.run.options import KeepSteps
-from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.request import KeepSteps, RunRequest
 from kvbench.policies import Policy
 
 PolicyEntry = str | type[Policy] | Policy | Mapping[str, Any]

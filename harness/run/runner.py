@@ -10,8 +10,8 @@ from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.run.keep_map_writer import refuse_unmappable, steps_wanted
 from kvbench.harness.run.ledger import Group, Ledger, RunWatcher, Wanted, groups
 from kvbench.harness.run.machine import Machine
-from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import MachineFacts, prepare
+from kvbench.harness.run.request import RunOptions
 from kvbench.harness.suite import Cell
 
 Executor = Callable[[Sequence[Group], Sequence[Cell], Ledger], None]  # measures groups; the cells are all cells of the run

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import equal_bytes, words

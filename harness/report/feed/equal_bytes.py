@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvbench.harness.core.grouped import grouped
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import answers_json, figure, loss_json

@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import Interval, median_interval
 from kvbench.harness.core.packaged import PACKAGED
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import sections

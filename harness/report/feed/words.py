@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvbench.harness.core.visible import visible
+from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import file_name
 from kvbench.harness.report.feed.question import Question

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvbench.harness.core.calibration import Reference
-from kvbench.harness.core.device import bandwidth, free_bytes, multiply_rate
+from kvbench.harness.core.device import Reference, bandwidth, free_bytes, multiply_rate
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import RecomputeDecoder

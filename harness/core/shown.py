@@ -1,4 +1,4 @@
-"""Text that is safe to print: without characters that move the cursor, reverse the line or are invisible."""
+"""Text that a person reads: safe to print, without characters that move the cursor or are invisible; and durations in words."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def visible(text: object) -> str:
         return shown
     kept = (c if c.isprintable() else " " if c.isspace() else "" for c in shown)
     return _WITHOUT_GLYPH.sub("", "".join(kept))
+
+
+def duration(seconds: float) -> str:
+    """Return an approximate duration as text, in seconds, minutes or hours."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
