@@ -22,8 +22,7 @@ from kvbench.harness.records import RecordStore
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.task_report import task_of
 from kvbench.harness.tasks.attention import AttentionTask
-from kvbench.harness.tasks.attention.attention_options import AttentionOptions
-from kvbench.harness.tasks.attention.figures import figures
+from kvbench.harness.tasks.attention.attention_options import AttentionOptions, figures
 from kvbench.harness.tasks.attention.watch_samples import Notes
 from kvbench.harness.tasks.common.samples import samples
 from kvbench.harness.tasks.task import Job, MeasurementError

@@ -20,8 +20,7 @@ from kvbench.harness.report.markdown import number, percent, policy_table, statu
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_report import Measures
-from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions
-from kvbench.harness.tasks.attention.figures import figures
+from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions, figures
 from kvbench.harness.tasks.task import Job, Options, Task, Workload
 
 _CELL_PIXELS, _MOST_PIXELS = 26, 480  # sizes of the heatmap of heads

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
-from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions
-from kvbench.harness.tasks.attention.figures import figures
+from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions, figures
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.policies.dense import Dense
 
