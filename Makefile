@@ -79,7 +79,7 @@ peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same 
 
 # Tests of code for CUDA that need no GPU. Triton's interpreter makes numbers of arrays, of which NumPy warns,
 # and takes most of a minute for a policy, so one stands for all.
-IMAGE_TESTS = kernels_for_cuda fused_step compiled_kernels rope_kernels flex captured tf32 fastcheck \
+IMAGE_TESTS = kernels_for_cuda fused_step compiled_kernels cuda_blocks captured tf32 fastcheck \
 	guarded_shortcuts
 image: .cache/image/ready  ## what needs no GPU, under a GPU image's torch, Triton and transformers: 5 GB once, then ten minutes
 	PYTHONPATH=. OMP_NUM_THREADS=1 .cache/image/bin/python -m pytest -n auto -W 'ignore:Conversion of an array:DeprecationWarning' \
@@ -126,14 +126,12 @@ docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 	$(BIN)/python -m mkdocs build --strict
 
 picture: .venv/ready  ## pictures, tables and figures of the README and of docs, from the records in leaderboard/records
-	$(BIN)/python docs/images/draw.py
+	$(BIN)/python docs/images/losses.py
 	$(BIN)/python docs/images/zoo.py
 	$(BIN)/python docs/images/recall.py
 	$(BIN)/python docs/images/writing.py
 	$(BIN)/python docs/images/backcopy.py
-	$(BIN)/python docs/images/equal.py
-	$(BIN)/python docs/images/merging.py
-	$(BIN)/python docs/images/selecting.py
+	$(BIN)/python docs/images/against.py
 	PYTHONPATH=docs:tests $(BIN)/python -m cogapp -r -P README.md $$(grep -l '\[\[\[cog' docs/*.md docs/*/*.md)
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/records
