@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data import registers, scbench
+from kvbench.harness.data import lookups, scbench
 from kvbench.harness.data.quiz import QuizData, Script, quiz_data
 from kvbench.harness.data.register_machine import WORDS
 from kvbench.harness.engine.decoder import CacheConfig
@@ -182,7 +182,7 @@ def test_turns_are_the_greedy_words_of_one_stream(model, words, tmp_path, config
                 logits = read(torch.tensor([[token]]))
                 stream.append(token)
             said = int(logits[0, -1].argmax())
-            value = registers.stated_value(words.decode([said], skip_special_tokens=True))
+            value = lookups.stated_value(words.decode([said], skip_special_tokens=True))
             expected.append((value, read.held(list(range(*q.evidence)))))
             read(torch.tensor([[said if context == "model" else int(quiz.ids[q.prompt_end])]]))
             at = q.answer_end

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.harness.data.registers import answer, question, record_line
-
 FIXED = (  # strings around names and values; each is one token in our models' tokenizer
     ": REGISTER_CONTENT is <",
     "Question: What is the REGISTER_CONTENT of line ",
@@ -25,6 +23,7 @@ FIXED = (  # strings around names and values; each is one token in our models' t
     "Question: What does #",
     " lead to?\nAnswer:",
 )
+REGISTER_HEADER = "A record of numbered lines follows. Remember what the register of every line holds.\n"
 PLACES = [
     "Arlen",
     "Bexford",
@@ -75,15 +74,30 @@ class Lookups:
         (self.answers if is_answer else self.counted).append((start, len(self.text)))
 
 
+def register_line(number: int, content: int) -> str:
+    """Return a line of StreamEval's record."""
+    return f"line {number}: REGISTER_CONTENT is <{content}>\n"
+
+
+def register_question(number: int) -> str:
+    """Return the question about a line."""
+    return f"Question: What is the REGISTER_CONTENT of line {number}?\nAnswer:"
+
+
+def register_answer(content: int) -> str:
+    """Return the right answer in the form that follows the question in the stream."""
+    return f" <{content}>\n"
+
+
 def registers(draw: random.Random, lines: int) -> Lookups:
     """Return StreamEval's record: numbered lines, and questions about any earlier line."""
     result, first, contents = Lookups(), 1 if draw.random() < 0.3 else draw.randrange(1, 10_000 - lines), []
     for number in range(first, first + lines):
         contents.append(draw.randint(1, 50_000))
-        result.text += record_line(number, contents[-1])
+        result.text += register_line(number, contents[-1])
         while draw.random() < _ASKED / (1 + _ASKED):
             index = draw.randrange(len(contents))
-            result.ask(question(first + index), answer(contents[index]))
+            result.ask(register_question(first + index), register_answer(contents[index]))
     return result
 
 
@@ -149,6 +163,12 @@ def chains(draw: random.Random, lines: int) -> Lookups:
             a, b = draw.choice(answerable)
             result.ask(chain_question(a), chain_answer(b, held[b]))
     return result
+
+
+def stated_value(completion: str) -> str:
+    """Return the answer in a completion: the first line, without surrounding spaces, angle brackets and full stop."""
+    first = completion.lstrip().split("\n", 1)[0]
+    return re.sub(r"^[\s<]+|[\s>.]+$", "", first)
 
 
 def is_exact(completion: str, answer: str) -> bool:

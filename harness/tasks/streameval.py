@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbench.harness.data.registers import HEADER, answer, question, record_line, stated_value
+from kvbench.harness.data.lookups import REGISTER_HEADER, register_answer, register_line, register_question, stated_value
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
@@ -111,13 +111,13 @@ def script(options: StreamEvalOptions, stream: int) -> Script:
     from kvbench.harness.data.quiz import Script
 
     draw = random.Random(f"{options.data_seed}/{stream}")
-    text, contents = Script(HEADER), []
+    text, contents = Script(REGISTER_HEADER), []
     for number in range(1, options.lines + 1):
         contents.append(draw.randint(options.lowest, options.highest))
-        text.line(record_line(number, contents[-1]))
+        text.line(register_line(number, contents[-1]))
         target = number - options.distance
         if number % options.query_every == 0 and target >= 0:
-            text.ask(question(1 + target), str(contents[target]), answer(contents[target]), target)
+            text.ask(register_question(1 + target), str(contents[target]), register_answer(contents[target]), target)
     return text
 
 

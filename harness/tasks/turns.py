@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, field_validator, model_validator
 
 from kvbench.harness.data import scbench
-from kvbench.harness.data.lookups import key_answer, key_line, key_question
+from kvbench.harness.data.lookups import key_answer, key_line, key_question, stated_value
 from kvbench.harness.data.quiz import Script
 from kvbench.harness.data.register_machine import BASE, LABELS
-from kvbench.harness.data.registers import stated_value
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart

@@ -11,7 +11,7 @@ import torch
 from conftest import tokens_of
 
 from kvbench.harness.data import lookups
-from kvbench.harness.data.registers import answer, question, record_line
+from kvbench.harness.data.lookups import register_answer, register_line, register_question
 from kvbench.harness.models.families import tiny_model
 from kvbench.lab.pretrain import text, tokenizer
 from kvbench.lab.pretrain.config import Mix, PretrainConfig
@@ -45,11 +45,11 @@ def test_numbers_below_a_thousand_are_one_token_and_what_stands_around_them_too(
         assert tokens.tokenize(str(number)) == [str(number)]
     for number, split in {1234: "12 34", 44605: "446 05", 50000: "500 00", 123456: "1 234 56", 1234567: "12 345 67"}.items():
         assert tokens.tokenize(str(number)) == split.split()
-    pieces = [tokens.decode([i]) for i in tokens(record_line(12, 44615))["input_ids"]]
+    pieces = [tokens.decode([i]) for i in tokens(register_line(12, 44615))["input_ids"]]
     assert pieces == ["line", " ", "12", ": REGISTER_CONTENT is <", "446", "15", ">\n"]
-    asked = question(12) + answer(44615)
+    asked = register_question(12) + register_answer(44615)
     assert len(tokens(asked)["input_ids"]) == 7
-    for written in (asked, record_line(1, 50000), "Line 3's end, 1,234 words.\n", lookups.key_line(3, [5, 77])):
+    for written in (asked, register_line(1, 50000), "Line 3's end, 1,234 words.\n", lookups.key_line(3, [5, 77])):
         assert tokens.decode(tokens(written)["input_ids"]) == written
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from kvbench.harness.data.lookups import REGISTER_HEADER, register_answer, register_line, register_question
 from kvbench.harness.data.prose import FILLERS, WORDS, Prose
-from kvbench.harness.data.registers import HEADER, answer, question, record_line
 
 _SEED = 900_000  # seed of the first text; pretraining and the suites use other seeds
 _QUESTIONS = {"train": 50, "test": 200}
@@ -63,15 +63,16 @@ def _registers() -> Iterator[dict[str, Any]]:
     while True:
         contents = draw.sample(range(1, 50001), _RECORD_LINES + _CHOICES)
         line = draw.randrange(_RECORD_LINES)
-        text = HEADER + "".join(record_line(n, c) for n, c in enumerate(contents[:_RECORD_LINES], 1)) + question(line + 1)
+        lines = "".join(register_line(n, c) for n, c in enumerate(contents[:_RECORD_LINES], 1))
+        text = REGISTER_HEADER + lines + register_question(line + 1)
         wrong = [c for c in contents[:_RECORD_LINES] if c != contents[line]] + contents[_RECORD_LINES:]
         choices = [contents[line], *wrong[: _CHOICES - 1]]
         draw.shuffle(choices)
         yield {
             "text": text,
-            "choices": [answer(c).strip() for c in choices],
+            "choices": [register_answer(c).strip() for c in choices],
             "gold": choices.index(contents[line]),
-            "answer": answer(contents[line]).strip(),
+            "answer": register_answer(contents[line]).strip(),
         }
 
 
