@@ -21,7 +21,7 @@ from torch import Tensor
 from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import Evicted, Merged, Merging, Nearest, unrotated
 from kvbench.policies.policy import Policy
-from kvbench.policies.shares import integer_shares
+from kvbench.policies.shares import integer_shares, window_of
 from kvbench.policies.statistic import HeadSizes, Seen, Statistic
 from kvbench.policies.statistics import AttentionSum
 from kvbench.policies.view import CacheView
@@ -41,7 +41,7 @@ class Threshold(Statistic):
 
 @dataclass(frozen=True)
 class D2O(Merging):
-    """Keep heavy hitters, a window and the first tokens; merge what is evicted, if its similarity is above the average."""
+    """Keep heavy hitters, a window and the first tokens; merge evicted tokens whose similarity reaches a moving threshold."""
 
     merges_keys = True
     scope = "layer"
@@ -57,13 +57,21 @@ class D2O(Merging):
         return tuple(dict.fromkeys((*self.score.statistics, AttentionSum(), Threshold())))
 
     def bind(self, capacity: int) -> Self:
-        """Bind the policy inside and check `sinks` and `beta`."""
-        if not 0 <= self.sinks < capacity or not 0 <= self.beta <= 1:
-            raise ValueError(f"sinks {self.sinks} must be below capacity {capacity}, and beta {self.beta} between 0 and 1")
-        return super().bind(capacity)
+        """Bind `score`, and check that the sinks and its window fit, and `beta`."""
+        if self.sinks < 0 or not 0 <= self.beta <= 1:
+            raise ValueError(f"sinks {self.sinks} must not be negative, and beta {self.beta} be between 0 and 1")
+        bound = super().bind(capacity)
+        if bound._protected >= capacity:
+            raise ValueError(f"capacity {capacity} can't hold {bound._protected} protected tokens + at least 1 other token")
+        return bound
+
+    @property
+    def _protected(self) -> int:
+        """Tokens that no head evicts: the sinks, and the window of `score`."""
+        return self.sinks + window_of(self.score)
 
     def importance(self, view: CacheView) -> Tensor:
-        """That of the policy inside; the first tokens are never evicted. [B, H, S] float32."""
+        """Importance that `score` gives; sinks are never evicted. [B, H, S] float32."""
         return self.score.importance(view).masked_fill(view.position < self.sinks, inf)
 
     def prompt_budgets(self, views: Sequence[CacheView], capacity: int | None) -> Tensor:
@@ -71,7 +79,7 @@ class D2O(Merging):
         assert capacity is not None
         spread = torch.stack([_evenness(view) for view in views], -1)  # [B, L]
         length, total = views[0].step.squeeze(-1) + 1, capacity * len(views)
-        by_layer = integer_shares(total * spread.softmax(-1), total, floor=min(self.sinks + 1, capacity), ceiling=length)
+        by_layer = integer_shares(total * spread.softmax(-1), total, floor=self._protected + 1, ceiling=length)
         return by_layer[..., None].expand(-1, -1, views[0].rank.shape[1])
 
     def merge(self, view: CacheView, evicted: Evicted) -> Merged:

@@ -49,8 +49,11 @@ class FastGen(Policy):
     punctuation: tuple[int, ...] = ()  # ids of punctuation
 
     def __post_init__(self) -> None:
-        if not (0 <= self.heavy_hitters <= 1 and 0 <= self.recent <= 1 and self.sinks >= 0):
-            raise ValueError(f"heavy_hitters {self.heavy_hitters} and recent {self.recent} must be shares, sinks not negative")
+        for name in ("threshold", "heavy_hitters", "recent"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be between 0 and 1")
+        if self.sinks < 0:
+            raise ValueError(f"sinks {self.sinks} must not be negative")
         for name in ("special", "punctuation"):  # a file gives lists, which can't be hashed
             object.__setattr__(self, name, tuple(getattr(self, name)))
 

@@ -57,7 +57,7 @@ class Finch(Policy):
         return replace(self, window=window)
 
     def importance(self, view: CacheView) -> Tensor:
-        """Attention from the question, whose tokens are never evicted, nor the delimiter. [B, H, S] float32."""
+        """Attention from the question; its tokens and the delimiter are never evicted while in the window. [B, H, S] float32."""
         assert self.window is not None, "bind first"
         start = self._delimiter_at(view)
         queries = view.step - (view.step - torch.arange(self.window, device=view.step.device)) % self.window

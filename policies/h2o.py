@@ -4,8 +4,8 @@ Source: Zhang et al. 2023, arXiv:2306.14048, Algorithm 1.
 Differs: a KV head's attention mass is summed over its query group (the paper has no GQA). `normalise` divides that mass, which
 favours tokens that have been cached for long: `visible` by the number of queries that could see the token, as kvpress'
 observed attention does (NVIDIA/kvpress 8bb29b9, presses/observed_attention_press.py; it has no window: set `window: 0`); `age`
-by the steps that the token has been cached, where a prompt's tokens count as cached at its end (awslabs/keys_values a34f07d,
-kvcache/h2o.py, `normalize_scores`).
+by the number of steps since the token was cached, at least 1, where a prompt's tokens count as cached at its end
+(awslabs/keys_values a34f07d, kvcache/h2o.py, `normalize_scores`).
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ class H2O(Policy):
         if self.normalise == "visible":
             received = received / (view.age + 1)
         elif self.normalise == "age":
-            received = received / (view.step + 1 - view.position.maximum(view.prompt - 1))
+            received = received / (view.step + 1 - view.position.maximum(view.prompt - 1)).clamp(min=1)
         return received.masked_fill(view.age < self.window, inf)

@@ -53,7 +53,9 @@ class PyramidKV(Composed):
             step = step // 1
         middle = (layers - 1) / 2
         shares = [capacity + step * (middle - layer) for layer in range(layers)]
-        by_layer = integer_shares(torch.tensor(shares, device="cpu"), layers * capacity, self.window + 1).tolist()
+        by_layer = integer_shares(
+            torch.tensor(shares, dtype=torch.float64, device="cpu"), layers * capacity, self.window + 1
+        ).tolist()
         return [[budget] * heads for budget in by_layer]
 
     def _ends(self, mean: int, prompt: int | None) -> tuple[float, float]:

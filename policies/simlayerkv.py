@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,26 +25,30 @@ from kvbench.policies.view import CacheView
 
 @dataclass(frozen=True)
 class SimLayerKV(Policy):
-    """Lazy layers keep the first `sinks` tokens and the `recent` newest. How much is kept follows from the prompt."""
+    """Lazy layers keep the first `sinks` tokens and the `recent` newest; other layers keep the whole prompt.
+
+    Raises:
+        ValueError: `sinks` is negative, or `queries` is not between 1 and `recent`.
+    """
 
     outcome = True
 
     sinks: int = 4  # tokens
     recent: int = 1024  # tokens
-    threshold: float = 0.9  # share of attention from which a layer is lazy; published: Llama 3 0.9, Llama 2 0.65, Mistral 0.8
+    threshold: float = 0.9  # a layer with a larger share of attention is lazy; published: Llama 3 0.9, Llama 2 0.65, Mistral 0.8
     queries: int = 1  # last tokens of the prompt whose attention is looked at
     variant: Literal["paper", "kvpress"] = "paper"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or not 0 < self.queries <= self.recent:
+            raise ValueError(
+                f"sinks {self.sinks} must not be negative, and queries {self.queries} be between 1 and recent {self.recent}"
+            )
 
     @property
     def statistics(self) -> tuple[RecentAttention]:
         """Attention of the last queries."""
         return (RecentAttention(self.queries),)
-
-    def bind(self, capacity: int) -> Self:
-        """Check that the sinks leave room for one token."""
-        if not 0 <= self.sinks < capacity or not 0 < self.queries <= self.recent:
-            raise ValueError(f"capacity {capacity} can't hold sinks {self.sinks}; queries must be 1 to recent")
-        return self
 
     def importance(self, view: CacheView) -> Tensor:
         """Newer tokens are more important; the sinks are never evicted. [B, H, S] float32."""

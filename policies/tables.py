@@ -18,8 +18,8 @@ def content_of(file: str) -> bytes:
     """
     try:
         return Path(file).expanduser().read_bytes()
-    except OSError as error:
-        raise ValueError(f"{file} can't be read ({error.strerror})") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of `~name` is not known
+        raise ValueError(f"{file} can't be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def sha256_of(file: str, known: str | None) -> str:

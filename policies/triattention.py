@@ -109,7 +109,14 @@ class TriAttention(Policy):
     def _centres(self, view: CacheView) -> Tensor:
         """The mean of both parts and of the length of each pair of dims. [B, H, G, P, 3] float32."""
         if self.file and self.sha256:
-            table = read_statistics(self.file, self.sha256, str(view.rank.device))[view.layer[..., 0], view.head[..., 0]]
+            table = read_statistics(self.file, self.sha256, str(view.rank.device))
+            layers, heads, _, pairs, _ = table.shape
+            if (layers, 2 * pairs) != (view.num_layers, view.keys.shape[-1]) or heads < view.rank.shape[1]:
+                ours = f"{view.num_layers} layers of {view.rank.shape[1]} KV heads of {view.keys.shape[-1]} dims"
+                raise ValueError(
+                    f"{self.file} is of {layers} layers of {heads} KV heads of {2 * pairs} dims; the model has {ours}"
+                )
+            table = table[view.layer[..., 0], view.head[..., 0]]
             return table.expand(*view.rank.shape[:2], -1, -1, -1)
         sums = view.state(PromptQueries())
         return (sums[..., :3] / sums[..., 3:].clamp(min=1)).float()

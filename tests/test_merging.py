@@ -6,6 +6,7 @@ import math
 import statistics
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +265,16 @@ def test_blocks_are_read_by_compiled_steps():
     before = RAN["compiled steps"]
     in_blocks(read, tokens_of(40), 40)
     assert RAN["compiled steps"] > before
+
+
+def test_every_layer_of_d2o_has_room_for_its_sinks_and_window(monkeypatch):
+    """Of 64 tokens each, a layer whose attention is much less even than that of seven others would get 26."""
+    evenness = iter([-1.0] + 7 * [0.0])
+    monkeypatch.setattr("kvbench.policies.d2o._evenness", lambda view: torch.tensor([next(evenness)]))
+    view = SimpleNamespace(step=torch.tensor([[[999]]]), rank=torch.zeros(1, 2, 1000))
+    budgets = D2O().bind(64).prompt_budgets([view] * 8, 64)
+    assert budgets[0, 0].tolist() == [4 + 32 + 1] * 2
+    assert budgets.sum() == 8 * 2 * 64
 
 
 def test_a_merged_key_is_a_mean_of_rotated_keys():

@@ -15,6 +15,7 @@ from prompt_views import dense_pass, kept, prompt_views
 
 from kvbench.harness.run.head_table import retrieval_scores
 from kvbench.policies.chunkkv import ChunkKV
+from kvbench.policies.d2o import D2O
 from kvbench.policies.finch import Finch
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -161,6 +162,13 @@ def test_a_prompt_longer_than_the_cache_is_sampled():
     assert importance[..., 7:].max() < 0
 
 
+def test_h2o_by_age_keeps_what_is_attended_to_while_the_prompt_is_still_read():
+    policy = H2O(window=0, normalise="age").bind(4)
+    view = prompt_views(model_of("llama"), stream(0)[:, :8], policy)[0]
+    view.prompt = torch.full_like(view.step, 100)
+    assert torch.equal(policy.importance(view), view.state(policy.statistics[0]))
+
+
 @pytest.mark.parametrize(
     ("policy", "capacity", "word"),
     [
@@ -172,6 +180,7 @@ def test_a_prompt_longer_than_the_cache_is_sampled():
         (Finch(window=9), 8, "question of 9"),
         (ChunkKV(SnapKV(window=8)), 8, "window 8"),
         (RKV(attention=2.0), 8, "attention 2.0"),
+        (D2O(), 8, "8 protected tokens"),
     ],
 )
 def test_what_a_capacity_can_not_hold_is_refused(policy, capacity, word):

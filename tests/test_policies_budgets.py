@@ -174,7 +174,9 @@ PYRAMIDS = [
 
 
 def test_pyramidkv_is_the_papers_shares():
-    for layers, capacity, window, beta, known in [case for one in PYRAMIDS for case in (one, (*one[:4], None))]:
+    for layers, capacity, window, beta, known in [case for one in PYRAMIDS for case in (one, (*one[:4], None))] + [
+        (10, 62, 8, 20, None)
+    ]:
         policy = PyramidKV(H2O(window), beta).bind(capacity)
         table = policy.budgets(capacity, layers, 3, known)
         shares = pyramid_paper(layers, capacity, window, beta, known)
@@ -496,8 +498,22 @@ def test_fastgens_above_take_every_kind():
 
 def test_fastgen_takes_lists_as_a_file_has_them():
     assert FastGen(special=[1, 2]) == FastGen(special=(1, 2))
-    with pytest.raises(ValueError, match="heavy_hitters 3 "):
-        FastGen(heavy_hitters=3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        (FastGen, {"heavy_hitters": 3}, "heavy_hitters 3 "),
+        (FastGen, {"threshold": 5.0}, "threshold 5.0 "),
+        (FastGen, {"sinks": -1}, "sinks -1 "),
+        (SimLayerKV, {"sinks": -3}, "sinks -3 "),
+        (SimLayerKV, {"queries": 0}, "queries 0 "),
+        (SimLayerKV, {"queries": 5, "recent": 2}, "queries 5 .* recent 2"),
+    ],
+)
+def test_policies_whose_budgets_the_prompt_decides_refuse_options_without_a_capacity(policy, options, message):
+    with pytest.raises(ValueError, match=message):
+        policy(**options)
 
 
 # What holds for all

@@ -250,6 +250,16 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
     for name, message in (("missing.pt", " can't be read"), ("text.pt", ": can't be read"), ("small.pt", ": expected a tensor")):
         with pytest.raises(ValueError, match=f"{name}{message}"):
             TriAttention(file=str(tmp_path / name)).bind(8)
+    with pytest.raises(ValueError, match="can't be read"):
+        TriAttention(file="~nobody-of-this-name/queries.pt").bind(8)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 2, 8), (2, 1, 2, 8), (2, 2, 2, 7)])
+def test_statistics_of_another_model_are_refused(tmp_path, sizes):
+    torch.save(torch.zeros(*sizes, 3), tmp_path / "queries.pt")
+    policy = TriAttention(file=str(tmp_path / "queries.pt")).bind(8)
+    with pytest.raises(ValueError, match=r"queries.pt is of .*; the model has 2 layers of 2 KV heads of 16 dims"):
+        policy.importance(read(31, 0).views(policy)[0])
 
 
 @pytest.mark.parametrize(
