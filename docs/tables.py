@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent / "images"))
 from recall import MERGING
 
 RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
-_H2O_BUDGETS = (128, 256, 512)  # tokens
 FACTS_BUDGET = 160  # tokens per KV head in the README's questions
 _FACTS_BUDGETS = (FACTS_BUDGET, 96)
 BUDGET = 256  # tokens per KV head in the tables of SmolLM2
@@ -201,20 +200,6 @@ def _held(record: Record, dense: Record) -> str:
     return f"{100 * ours / theirs:.0f}"
 
 
-def h2o_against_control() -> str:
-    """Return the perplexity that H2O loses to the control on two books, at each budget and moment of eviction; uncorrected."""
-    moments = {"after every token": ("step", "cache"), "once, after the prompt": ("prompt", "stream")}
-    rows = []
-    for moment, (evict, positions) in moments.items():
-        for suite in (f"smollm2-{evict}", "smollm2-second-book"):
-            columns = [perplexities(suite, evict, capacity, positions) for capacity in _H2O_BUDGETS]
-            losses = [percent(loss(c["h2o"], c["random"])) if {"h2o", "random"} <= c.keys() else "" for c in columns]
-            rows.append([moment, "second" if suite == "smollm2-second-book" else "first", *losses])
-    return _markdown(
-        ["evicted", "book", *(f"{capacity} tokens, %" for capacity in _H2O_BUDGETS)], rows, "ll" + "r" * len(_H2O_BUDGETS)
-    )
-
-
 def budgets() -> str:
     """Return perplexity lost to dense at every budget of the control, evicting at every step; empty where not measured."""
     capacities = sorted({r.cell.capacity for r in measured("smollm2-step") if r.cell.policy == "random" and r.cell.capacity})
@@ -289,49 +274,34 @@ def against_dropped(pair: Pair) -> Interval:
 
 
 def merging() -> str:
-    """Return what merging adds to the perplexity of dropping the same tokens."""
+    """Return what merging changes beside dropping the same tokens: perplexity, and right answers about repeated facts."""
     moments = {"smollm2-prompt": ("stream", "after the prompt"), "smollm2-step": ("cache", "at every step")}
+    answers = _merged_facts()
     rows = []
     for suite, (positions, moment) in moments.items():
         for mode in dict.fromkeys((positions, "stream")):
             for pair in merging_pairs(suite, mode):
-                dense = next(r for r in measured(suite) if r.cell.policy == "dense" and not r.cell.stored)
-                dropped = pair.dropped[0] if len(pair.dropped) == 1 else mean_of(pair.dropped)
-                lost = percent(loss(dropped, dense))
+                asked = suite == "smollm2-prompt" and pair.capacity == BUDGET
+                facts = answers.get((pair.chooses, pair.policy), "") if asked else ""
                 added = percent(against_dropped(pair))
-                rows.append([moment, str(pair.capacity), name(pair.chooses), lost, f"`{pair.policy}`", added])
-    head = ["evicted", "tokens", "chosen by", "dropped: lost to dense, %", "merged by", "against dropped, %"]
-    return _markdown(head, rows, "lrlrlr")
+                rows.append([moment, str(pair.capacity), name(pair.chooses), f"`{pair.policy}`", added, facts])
+    head = ["evicted", "tokens", "chosen by", "merged by", "perplexity, merged against dropped, %"]
+    return _markdown([*head, f"repeated facts at {FACTS_BUDGET} tokens, dropped → merged, %"], rows, "lrllrr")
 
 
-def merged_facts() -> str:
-    """Return right answers of SmolLM2 about facts, of merging policies beside the policies that drop the same tokens."""
-    kinds = {f"kvbench_facts_{kind}": title for kind, title in _FACTS.items()}
-    return _merged_answers("smollm2-questions", FACTS_BUDGET, kinds)
-
-
-def merged_lookups() -> str:
-    """Return right answers of the built-in model about lines, of merging policies and those that drop the same tokens."""
-    kinds = {f"kvbench_{kind}": kind for kind in ("recent", "popular", "once", "distracted", "chain", "needle")}
-    return _merged_answers("recall", 64, kinds)
-
-
-def _merged_answers(suite: str, capacity: int, kinds: Mapping[str, str]) -> str:
-    """Return percentages of right answers, the question seen/unseen. kinds: titles of tasks, which are the columns."""
-    rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for pair in merging_pairs(suite, "stream"):
+def _merged_facts() -> dict[tuple[str, str], str]:
+    """Return right answers about repeated facts, dropped → merged, seen/unseen, by the policies that drop and merge."""
+    answers: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    for pair in merging_pairs("smollm2-questions", "stream"):
         for merged, dropped in zip(pair.merged, pair.dropped, strict=True):
-            task = str(merged.cell.options["tasks"])
-            for policy, record in ((pair.policy, merged), ("dropped", dropped)) if task in kinds else ():
-                metrics = record.measured(QuestionMetrics)
-                assert metrics is not None
-                shares = rows.setdefault((pair.chooses, policy), {}).setdefault(task, {"seen": "–", "unseen": "–"})
-                shares[_question(record)] = _share([metrics])
-    body = []
-    for chooses, policy in sorted(rows, key=lambda row: (row[0], row[1] != "dropped", row[1])):
-        figures = ["/".join(rows[chooses, policy].get(task, {"": "–"}).values()) for task in kinds]
-        body.append([name(chooses), policy if policy == "dropped" else f"`{policy}`", *figures])
-    return _markdown([f"chosen by, {capacity} tokens", "merged by", *kinds.values()], body, "ll" + "r" * len(kinds))
+            if pair.capacity != FACTS_BUDGET or merged.cell.options["tasks"] != "kvbench_facts_popular":
+                continue
+            shares = [_share([metrics]) for r in (dropped, merged) if (metrics := r.measured(QuestionMetrics))]
+            answers.setdefault((pair.chooses, pair.policy), {})[_question(merged)] = (shares[0], shares[1])
+    return {
+        key: " → ".join("/".join(of[question][side] for question in ("seen", "unseen")) for side in (0, 1))
+        for key, of in answers.items()
+    }
 
 
 class Selected(NamedTuple):
@@ -388,21 +358,6 @@ def selected() -> str:
     """Return what policies that select lose of SmolLM2's perplexity, with the bytes that they hold and read."""
     rows = [[row.policy, percent(row.lost), f"{row.held / 2**20:.0f}", f"{row.read / 2**20:.0f}"] for row in selecting()]
     return _markdown(["policy", "perplexity lost, %", "held, MiB", "read by a step, MiB"], rows, "lrrr")
-
-
-def selected_lookups() -> str:
-    """Return right answers of the built-in model about lines, in per cent, of policies that select and of those that evict."""
-    kinds = ("recent", "popular", "once", "distracted", "chain", "needle")
-    answers: dict[str, dict[tuple[str, str], list[QuestionMetrics]]] = {}
-    for record in measured("recall-select"):
-        if metrics := record.measured(QuestionMetrics):
-            question = str(record.cell.options["tasks"]).removeprefix("kvbench_"), _question(record)
-            answers.setdefault(_selects(record), {}).setdefault(question, []).append(metrics)
-    rows = [
-        [policy, *("/".join(_share(of[kind, question]) for question in ("seen", "unseen")) for kind in kinds)]
-        for policy, of in answers.items()
-    ]
-    return _markdown(["policy", *kinds], rows, "l" + "r" * len(kinds))
 
 
 def _markdown(head: list[str], rows: list[list[str]], align: str) -> str:
