@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
+from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of, policy_from
@@ -347,6 +348,38 @@ def test_a_parameter_added_since_is_left_out_while_it_has_its_default():
     assert parameters_of(Later()) == {"sinks": 4, "window": None}
     assert parameters_of(Later(floor=0.25)) == {"sinks": 4, "window": None, "floor": 0.25}
     assert parameters_of(Around(Later()), recorded=True)["score"].keys() == {"name", "sinks", "window"}
+
+
+SOURCE = '''"""A policy."""
+from kvbench.policies import Policy
+
+class Mine(Policy):
+    sinks = 1  # tokens
+    label = "# no comment"
+
+    def importance(self, view):
+        """Newer tokens are more important."""
+        return view.position + self.sinks
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ('"""A policy."""', '"""A policy.\n\nOf mine.\n"""\n# A comment', True),
+        ("  # tokens", "", True),
+        ('        """Newer tokens are more important."""\n', "", True),
+        ("# no comment", "# another text", False),
+        ("position + ", "position - ", False),
+        ("    label", "    label = ''\n    label", False),
+    ],
+)
+def test_a_digest_changes_with_statements_not_with_what_is_written_about_them(old, new, same, tmp_path):
+    assert SOURCE.count(old) == 1
+    (tmp_path / "one.py").write_text(SOURCE)
+    (tmp_path / "two.py").write_text(SOURCE.replace(old, new))
+    one, two = (source_digest(plugins.policy_class(f"{tmp_path / file}:Mine")()) for file in ("one.py", "two.py"))
+    assert (one == two) is same
 
 
 def test_the_source_of_the_policy_inside_is_part_of_the_digest():

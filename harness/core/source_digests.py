@@ -1,10 +1,17 @@
-"""Digests of the source of policies and tasks. The digests are part of a record's key, so a changed policy is measured again."""
+"""Digests of the source of policies and tasks. The digests are part of a record's key, so a changed policy is measured again.
+
+Docstrings, comments and blank lines don't count.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
+import io
 import sys
+import textwrap
+import tokenize
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -12,6 +19,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvbench.policies import Policy
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_QUOTES = ('"', "'", 'r"', "r'")
 
 
 def source_digest(policy: Policy) -> str:
@@ -59,14 +69,26 @@ def code_versions() -> dict[str, str]:
 
 
 def _source(code: ModuleType | type) -> str | None:
-    """Return the source text; None without a file, e.g. in a notebook.
-
-    `kvbench.policies` is replaced by `policies`, the package's name when older records were written.
-    """
+    """Return the statements of the source; None without a file, e.g. in a notebook."""
     try:
-        return inspect.getsource(code).replace("kvbench.policies", "policies")
+        return _statements(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError):
         return None
+
+
+def _statements(source: str) -> str:
+    """Remove docstrings, comments and blank lines. Only text is cut out, so the result is the same in every version of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+            if lines[first - 1].lstrip().startswith(_QUOTES):  # not on the line of the `def` or `class`
+                lines[first - 1 : last] = [""] * (last + 1 - first)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _members(kind: type) -> str:
