@@ -1,13 +1,12 @@
 """AdaKV: the heads of a layer share one budget, and a head that holds more of the best scores keeps more tokens.
 
 Source: Feng et al. 2024, arXiv:2407.11550, Algorithm 1 and Section 3.3 (safeguard). The rule was read in FFY0/AdaKV efe4e2e,
-adaptive_snapkv/monkeypatch/snapkv_utils.py (`AdaptiveSnapKVCluster`), and NVIDIA/kvpress 8bb29b9,
-kvpress/presses/adakv_press.py.
+adaptive_snapkv/monkeypatch/snapkv_utils.py (`AdaptiveSnapKVCluster`), and NVIDIA/kvpress 8bb29b9, kvpress/presses/adakv_press.py.
 Differs: `paper`: budgets are rounded so that a layer keeps its total; the official code rounds every head by itself, and has
     options to weight heads (`normalize`) and to leave out the first layers (`skip`), which are not here. `kvpress`: every head's
     best int(alpha * capacity) tokens are safe, then the lowest scores of all heads go. Its heads still hold every token, and
-    attention is masked; ours free the slots. While decoding (`evict: step`), victims are drawn from all heads of a layer, down
-    to a floor; neither code evicts then.
+    attention is masked; ours free the slots. While decoding (`evict: step`), victims are drawn from all heads of a layer, down to
+    a floor; neither code evicts then.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvbench.policies.view import CacheView
 
 @dataclass(frozen=True)
 class AdaKV(Composed):
-    """Tokens are worth what `score` says, compared over all heads of a layer."""
+    """Keep the tokens of each layer with the highest importance by `score`; heads share the layer's budget."""
 
     score: Policy = field(default=SnapKV())
     alpha: float = 0.2  # share of the capacity that every head is sure of
@@ -46,7 +45,7 @@ class AdaKV(Composed):
         return torch.stack([self._of_layer(view, capacity) for view in views], 1)
 
     def pool_floor(self, capacity: int) -> int:
-        """What every head is sure of: the window of `score` at least."""
+        """Tokens guaranteed to every head: at least the window of `score`, and 1."""
         return max(int(self.alpha * capacity), window_of(self.score), 1)
 
     def _of_layer(self, view: CacheView, capacity: int) -> Tensor:
@@ -64,7 +63,7 @@ class AdaKV(Composed):
 
 
 def _best_by_head(scores: Tensor, capacity: int) -> Tensor:
-    """How many of the H * capacity best of a layer's tokens are each head's. [B, H, S], oldest first -> [B, H] int64."""
+    """Count each head's tokens among the H * capacity most important of the layer. [B, H, S], oldest first -> [B, H] int64."""
     heads = scores.shape[1]
     pooled = scores.transpose(1, 2).flatten(1)  # of equal tokens, the newest is best, then the last head's
     best = pooled.argsort(dim=-1, stable=True)[:, -heads * capacity :] % heads

@@ -1,11 +1,10 @@
 """BigBird's pattern with one random set for all queries: first tokens, a recent window, and random tokens.
 
 Source: Zaheer et al. 2020, arXiv:2007.14062, Section 2.
-Differs: the paper draws other random blocks for every block of queries, so that no token is ever dead and nothing can be evicted.
-    Here a token that was evicted stays so: what random tokens are left is a sample of the past that all later queries share. The
-    unit is a token, drawn per layer and KV head, where the paper has blocks of 64 and query heads. A decoder sees no later
-    tokens. Half of what the sinks leave is random by default, as in the paper's base model (2 global, 3 window and 3 random
-    blocks).
+Differs: the paper draws other random blocks for every block of queries, so no token could ever be evicted. Here evicted tokens
+    stay evicted: all later queries share one random sample of the past. The unit is a token, drawn per layer and KV head, where
+    the paper has blocks of 64 and query heads. A decoder sees no later tokens. Half of the tokens beside the sinks is random by
+    default, as in the paper's base model (2 global, 3 window and 3 random blocks).
 """
 
 from __future__ import annotations

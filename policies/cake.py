@@ -2,10 +2,10 @@
 
 Source: Qin et al. 2025, arXiv:2503.12491, Sections 4.1 to 4.3. The rule was read in antgroup/cakekv c4675ce,
 cake/model/modify_llama.py, cake/utils.py and cake/cake_cache.py.
-Differs: budgets are rounded by largest remainders; the official code rounds down and gives what is left to the first layers. All
-    layers are cut at the prompt's end; the official code can cut earlier layers while later ones are still read (cascading),
-    with the same result. At a step, a token is worth the same as at the prompt's end; the official code then uses the mean of
-    the newest query alone. `tau1` and `tau2` depend on the model there, from 0.5 to 2.3.
+Differs: budgets are rounded by largest remainders; the official code rounds down and gives the rest to the first layers. All
+    layers are cut at the prompt's end; the official code can cut earlier layers while later ones are still read (cascading), with
+    the same result. While decoding, tokens are scored as at the prompt's end; the official code then uses the mean of the newest
+    query alone. `tau1` and `tau2` depend on the model there, from 0.5 to 2.3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEVER_ZERO = 1e-10  # keeps the logarithm finite
 
 @dataclass(frozen=True)
 class Cake(Policy):
-    """Keep the window and what its queries attend to much, or unsteadily."""
+    """Keep the window, and the tokens to which its queries attend with a high mean or variance."""
 
     scope = "head"
 
@@ -78,7 +78,7 @@ class Cake(Policy):
         return view.valid & (view.age >= self.window)
 
     def _preference(self, view: CacheView) -> Tensor:
-        """How much a layer wants to keep. [B] float64."""
+        """Return a layer's preference score (Section 4.1). [B] float64."""
         assert self.window is not None, "bind first"
         older = self._older(view)[..., None, None]
         weights = view.state(RecentAttentionByQueryHead(self.window)).masked_fill(~older, 0).double()

@@ -3,8 +3,8 @@
 Source: Zhang et al. 2024, Cache Merging, ICML 2024 (openreview LCTmppB165). The rule was read in zyxxmu/cam,
 cam_hf/utils_hh/modify_llama_cam.py (`local_cam_mask`), and in NVIDIA/kvpress 8bb29b9, presses/cam_press.py.
 Differs: `kvpress`: a token's attention is summed since it was cached, and compared with the mean of the tokens that take its
-    value. kvpress evicts the same tokens in all heads, and merges at most as many as were read since the last eviction; here
-    each head evicts its own (`evict: {every: b}` evicts in bursts), and all of them merge. `official`: this step's attention is
+    value. kvpress evicts the same tokens in all heads, and merges at most as many as were read since the last eviction; here each
+    head evicts its own (`evict: {every: b}` evicts in bursts), and all of them merge. `official`: this step's attention is
     compared with the mean of all newer tokens, and the divisor is `spread` even where fewer tokens follow. The authors merge a
     token's value one step before the token leaves; here, when it leaves. In both, a KV head sums its query group, the coin is
     `view.uniform()`, and a prompt that is cut once is dropped, as in both codes. KVCache-Factory c97f9d7 has a third rule under
@@ -35,7 +35,7 @@ class CaM(Merging):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """What `score` needs, and the attention that decides whether a value is merged."""
+        """Statistics of `score`, and the attention that decides whether a value is merged."""
         return tuple(dict.fromkeys((*self.score.statistics, self._attention)))
 
     @property

@@ -1,10 +1,10 @@
 """ChunkKV: another policy's scores, averaged over chunks of consecutive tokens, so that whole chunks are kept.
 
 Source: Liu et al. 2025, arXiv:2502.00299, Section 3; NVIDIA/kvpress 8bb29b9, presses/chunkkv_press.py.
-Differs: the capacity is always filled, so of the last chunk kept only the newest tokens may be there; kvpress keeps whole chunks
-and fewer tokens. The paper's reuse of one layer's choice in the next layers is left out. What the other policy never evicts
-(SnapKV's window) stays so, and a chunk's average is over its other tokens; `variant: kvpress` counts such tokens as the layer's
-largest score + 1, and averages all.
+Differs: the capacity is always filled, so the last chunk may be kept in part, its newest tokens; kvpress keeps whole chunks and
+fewer tokens. The paper's reuse of one layer's choice in the next layers is left out. Tokens that `score` never evicts (SnapKV's
+window) are never evicted, and are left out of a chunk's average; `variant: kvpress` counts such tokens as the layer's largest
+score + 1, and averages all.
 """
 
 from __future__ import annotations

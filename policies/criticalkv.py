@@ -1,8 +1,8 @@
-"""CriticalKV: half the cache by any score, the rest by that score times what the value adds to the layer's output.
+"""CriticalKV: half the cache by any score, the rest by that score times the norm of the projected value.
 
 Source: Feng et al. 2025, arXiv:2502.03805, Algorithm 1. Read in NVIDIA/kvpress 8bb29b9, `presses/criticalkv_press.py`.
-Differs: norms are computed in float32, once, when a token is written. What the score inside never evicts is never evicted.
-`epsilon` is in the unit of the score inside: a score that sums over queries, where kvpress's averages, needs a larger one.
+Differs: norms are computed in float32, once, when a token is written. Tokens that `score` never evicts are never evicted.
+`epsilon` has the unit of `score`: a score that sums over queries needs a larger one than kvpress's mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXPECTED = ExpectedAttention(value_norm=False)  # the projected norm takes the 
 
 @dataclass(frozen=True)
 class OutputNorm(Statistic):
-    """The L1 norm of what a token's value becomes in the layer's output projection, averaged over the query group."""
+    """L1 norm of a token's value after the layer's output projection, averaged over the query group."""
 
     sees: ClassVar[tuple[Seen, ...]] = ()
 
@@ -45,7 +45,7 @@ class OutputNorm(Statistic):
 
 @dataclass(frozen=True)
 class CriticalKV(Composed):
-    """Keep the `first` tokens of highest score; of the others, those of highest score times projected value."""
+    """Keep the `first` tokens with the highest score, then those with the highest product of score and projected value's norm."""
 
     score: Policy = _EXPECTED
     first: int | None = None  # tokens; half the capacity when None
@@ -53,7 +53,7 @@ class CriticalKV(Composed):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Those of the score, and the norms of projected values."""
+        """Statistics of `score`, and the norms of projected values."""
         return *self.score.statistics, OutputNorm()
 
     @property

@@ -23,7 +23,7 @@ from kvbench.policies.view import CacheView
 
 @dataclass(frozen=True)
 class CUR(Policy):
-    """Keep the sinks and the tokens whose keys and values have the largest share of their neighbourhood's squared norms."""
+    """Keep the sinks, and the tokens whose squared key and value norms are largest relative to those of neighbouring tokens."""
 
     scope = "head"
     statistics = (KeyNorm(), ValueNorm())

@@ -3,9 +3,9 @@
 Source: Wan et al. 2024, arXiv:2406.13035, Section 3. The rule was read in AIoT-MLSys-Lab/D2O 12c99d8,
 LLM_merge_new/LMEval_kv_token_merge/modeling_llama3_7b_13b_d2o.py (`D2O_LayerKVCache`) and modeling_llama3_new.py.
 Differs: a KV head is one head; the authors expand K and V to query heads. Budgets of a prompt's layers are rounded by largest
-    remainders and add up to the capacity; the authors leave the first two layers and the last uncompressed, and clamp shares
-    to 1 % at least. The threshold is per stream. `official`: a merged token is the mean of itself and of the evicted tokens,
-    each times its similarity. `paper`: the weights are exponentials of the similarity, and e for the kept token itself.
+    remainders and add up to the capacity; the authors leave the first two layers and the last uncompressed, and clamp shares to 1
+    % at least. The threshold is per stream. `official`: a merged token is the mean of itself and of the evicted tokens, each
+    times its similarity. `paper`: the weights are exponentials of the similarity, and e for the kept token itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class D2O(Merging):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """What `score` needs, the attention that decides budgets, and the threshold."""
+        """Statistics of `score`, the attention that decides budgets, and the threshold."""
         return tuple(dict.fromkeys((*self.score.statistics, AttentionSum(), Threshold())))
 
     def bind(self, capacity: int) -> Self:

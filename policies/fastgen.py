@@ -1,11 +1,11 @@
-"""FastGen: every head keeps the least kind of tokens that holds enough of its attention.
+"""FastGen: every head keeps the smallest of five sets of tokens that holds enough of its attention.
 
 Source: Ge et al. 2023, arXiv:2310.01801, Section 3 and Algorithm 1. The authors released no code; cold-compress was read, too:
 AnswerDotAI/cold-compress 15bb300, cache.py (`KVCacheHybrid`) and cache_configs/fastgen.yaml.
 Differs: heavy hitters are the tokens with the most attention in sum; cold-compress divides by the number of queries that could
-    see a token, and keeps the first 4 tokens in every kind (here: `sinks`, 0 unless asked for). Special tokens of several ids
-    are not recognised. If nothing holds enough, `full` does; cold-compress takes the first kind instead when `full` is not in
-    its list. While decoding nothing is evicted: a published kind goes on evicting within its head.
+    see a token, and keeps the first 4 tokens in every kind (here: `sinks`, 0 unless asked for). Special tokens of several ids are
+    not recognised. If nothing holds enough, `full` does; cold-compress takes the first kind instead when `full` is not in its
+    list. Nothing is evicted while decoding; the paper continues to evict within a head's set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ class LocalAttentionSum(Statistic):
 
 @dataclass(frozen=True)
 class FastGen(Policy):
-    """The kinds: special tokens; and punctuation; and heavy hitters; and the newest; everything. The first that is enough."""
+    """Keep the first of five sets that is enough: special tokens; + punctuation; + heavy hitters; + newest tokens; all tokens.
+
+    Raises:
+        ValueError: a share is not between 0 and 1, or `sinks` is negative.
+    """
 
     outcome = True
     scope = "head"
@@ -69,7 +73,7 @@ class FastGen(Policy):
         return share + 2 * self._chosen(view).float()
 
     def prompt_budgets(self, views: Sequence[CacheView], capacity: int | None) -> Tensor:
-        """How many tokens are of each head's kind. [B, L, H] int64."""
+        """Count the tokens of each head's kind. [B, L, H] int64."""
         return torch.stack([self._chosen(view).sum(-1) for view in views], 1)
 
     def _chosen(self, view: CacheView) -> Tensor:

@@ -1,4 +1,4 @@
-"""HeadKV: a head keeps the more tokens, the more it was seen to retrieve.
+"""HeadKV: heads of higher retrieval importance keep more tokens.
 
 Source: Fu et al. 2024, arXiv:2410.19258, Section 3.2. The rule was read in FYYFU/HeadKV 0862a09, headkv/snapkv_utils.py
 (`ReasonSnapKVCluster`), and Zefan-Cai/KVCache-Factory c97f9d7, run_longbench.py and pyramidkv/pyramidkv_utils.py
@@ -21,7 +21,7 @@ from kvbench.policies.tables import read_importance, sha256_of
 
 @dataclass(frozen=True)
 class HeadKV(Composed):
-    """Tokens are worth what `score` says; how many a head keeps depends on its importance in a table."""
+    """Keep the tokens with the highest importance by `score`; a head's budget grows with its importance in a table."""
 
     score: Policy = field(default=SnapKV())
     file: str = field(kw_only=True)  # JSON with {"importance": [[...], ...]}, a number for every head of every layer

@@ -2,8 +2,8 @@
 
 Source: Devoto et al. 2024, arXiv:2406.11430, Section 4. Read in NVIDIA/kvpress 8bb29b9, `presses/knorm_press.py`, and in
 l2compress, `cache.py`.
-Differs: l2compress leaves some layers whole (`skip_layers`): that is a question of budgets, not of this score. Norms are those of
-the unrotated keys in float32, which RoPE does not change; kvpress takes them in the model's dtype.
+Differs: l2compress leaves some layers uncompressed (`skip_layers`), which is not implemented. `sinks` and `window` are additions.
+Norms are those of the unrotated keys in float32, which RoPE does not change; kvpress takes them in the model's dtype.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 Source: Shi et al. 2025, arXiv:2507.14204, Sections 3.2 and 3.3. The rule was read in GATECH-EIC/LaCache 0f27c33,
 ppl/lacache/kv_cache.py.
-Differs: what a ladder drops goes one token at a time, oldest first; the code drops a whole ladder's tokens at once and lets the
-    cache grow again, and adds half of that to the cache to make up for it. The ladders are the same. For a prompt, this gives
-    what token by token would leave; the code has another, wider-spaced pattern for caches that must shrink by several rounds at
-    once. A ladder drops at least one token, also where span and overlap leave none to drop.
+Differs: a ladder's tokens are evicted one at a time, oldest first; the code evicts all that a ladder drops at once and lets the
+    cache grow again, and adds half of that number to the capacity to make up for it. The ladders are the same. A prompt is cut to
+    what eviction at every token would keep; the code has another, wider-spaced pattern for caches that must shrink by several
+    rounds at once. A ladder drops at least one token, even if span and overlap leave none.
 
-Words: the tokens after the sinks are cut into ladders, from the oldest on. Of each ladder's rungs, a layer keeps some neighbours;
-which ones shifts from layer to layer. When the cut comes near the newest tokens, it starts over with the oldest.
+Words: tokens after the sinks are divided into ladders of equal length, from the oldest on. A layer keeps consecutive tokens of
+every ladder, at an offset that depends on the layer. When the eviction reaches the newest tokens, it starts again with the
+oldest.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Ladder(NamedTuple):
 
 @dataclass(frozen=True)
 class LaCache(Policy):
-    """Keep the first `sinks` tokens, the newest, and a ladder-shaped part of those between."""
+    """Keep the first `sinks` tokens, the newest, and between them groups of tokens that shift from layer to layer."""
 
     scope = "head"
 

@@ -1,10 +1,10 @@
 """LagKV: keep the tokens that stand out from the tokens that follow them.
 
 Source: Liang et al. 2025, arXiv:2504.04704, Section 3. Read in NVIDIA/kvpress 8bb29b9, `presses/lagkv_press.py`: the rule here.
-Differs: partitions follow the order of the tokens held, so that the rule can be asked again after an eviction; the paper
-compresses every partition once. Tokens of the same place in different partitions tie, as do all those that are always kept. Here
-the newer one stays, and the sinks go last; in kvpress either may go. A channel that is constant in the next partition counts as
-0; in kvpress it gives NaN.
+Differs: partitions follow the order of the tokens held, so that the rule can be applied again after an eviction; the paper
+compresses every partition once. Tokens of the same place in different partitions tie, as do all those that are always kept. The
+older one is evicted first, and the sinks last; kvpress leaves the order open. A channel that is constant in the next partition
+counts as 0; in kvpress it gives NaN.
 """
 
 from __future__ import annotations

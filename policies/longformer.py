@@ -1,9 +1,9 @@
 """Longformer's pattern for a decoder: a recent window, and global tokens at chosen positions.
 
 Source: Beltagy et al. 2020, arXiv:2004.05150, Section 3.1.
-Differs: the paper's pattern is bidirectional; of it, this is what a decoder can see. Global tokens are seen by all later tokens,
-    but do not themselves see evicted ones. Dilated windows are left out: their gaps are read by other queries, so nothing in
-    them can be evicted.
+Differs: only the causal part of the paper's bidirectional pattern. All later tokens attend to global tokens, but global tokens
+    don't attend to evicted ones. Dilated windows are in `longformer_dilated`: other queries read their gaps, so it evicts
+    nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Longformer's dilated window: tokens at every `dilation`-th distance in some heads, newest tokens in others, and first tokens.
+"""Longformer's dilated window: every `dilation`-th token in some heads, the newest tokens in others, first tokens in all.
 
 Source: Beltagy et al. 2020, arXiv:2004.05150, Section 3.1.
 Differs: the paper's window has two sides, of which a decoder sees one. It dilates two heads of its upper layers; here the heads

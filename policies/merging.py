@@ -1,7 +1,8 @@
 """Merging of values: an evicted token's value is averaged into that of the kept token with the most similar key.
 
 Source: NVIDIA/kvpress 8bb29b9, presses/merging_press.py (`MergingPress`).
-Differs: any policy may be inside, between steps too. `merge_fraction`, the share of evicted tokens that are merged, is always 1.
+Differs: `score` may be any policy, and values are also merged while decoding. All evicted tokens are merged: kvpress'
+`merge_fraction` is always 1.
 """
 
 from __future__ import annotations

@@ -24,31 +24,32 @@ class Policy(ABC):
     """Decides which cached token gives up its slot to the next one.
 
     A policy is a frozen dataclass whose fields are its parameters. It is a pure function of its view: it never sees the
-    model, never moves K or V, keeps no state and never syncs with the host. It must say how important each token is; the
-    other questions have answers that change nothing and cost nothing.
+    model, never moves K or V, keeps no state and never syncs with the host. It must define `importance`;
+    every other method has a neutral default.
 
     A parameter added later, `field(default=..., metadata={"added": True})`, is not in records while it has its default, so that
     old records still match.
     """
 
     evicts: ClassVar[bool] = True  # False: keeps every token and takes no capacity
-    caches: ClassVar[bool] = True  # False: keeps no K/V and recomputes the window for every token
+    caches: ClassVar[bool] = True  # False: another decoder recomputes windows, or empties the cache
     outcome: ClassVar[bool] = False  # True: takes no capacity, because its budgets follow from the prompt (`prompt_budgets`)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Running statistics that the engine keeps for it."""
+        """Statistics that the engine updates for the policy."""
         return ()
 
     @property
     def scope(self) -> Scope:
-        """What the importance of a slot depends on: that slot alone, its whole head, or its whole layer."""
+        """Slots on which the importance of a slot depends: itself alone, those of its head, or those of its layer."""
         return "slot"
 
     def bind(self, capacity: int) -> Self:
         """Resolve and check the parameters for a capacity of `capacity` tokens per KV head.
 
-        Where budgets differ, every group of heads has a policy bound to its own budget.
+        With a table of `budgets`, each group of heads has a policy bound to its own budget. With `prompt_budgets` or
+        `pool_floor`, all heads have the policy bound to the mean.
 
         Raises:
             ValueError: the policy can't work with this capacity.
@@ -69,13 +70,14 @@ class Policy(ABC):
     def importance(self, view: CacheView) -> Tensor:
         """Importance of every cached token, the newest (age 0) included. [B, H, S] float32.
 
-        The token with the lowest (importance, rank) is evicted; +inf is never evicted. Empty slots may hold anything but NaN.
+        The token with the lowest (importance, rank) is evicted. +inf is evicted only if every token of the head has it, so `bind`
+        should refuse capacities that can't hold such tokens and one more. Empty slots may hold anything but NaN.
         """
 
     def budgets(self, capacity: int, layers: int, heads: int, prompt: int | None) -> Sequence[Sequence[int]] | None:
-        """How many tokens each KV head keeps, if that is known beforehand and not the same everywhere: L lists of H integers.
+        """Return fixed budgets that differ between KV heads, L lists of H integers; None if every head keeps `capacity`.
 
-        They add up to `layers * heads * capacity`. Asked of the policy bound to the capacity.
+        Each is at least 1; they add up to `layers * heads * capacity`. Called on the policy bound to `capacity`.
 
         Args:
             capacity: tokens per KV head, on average.
@@ -89,10 +91,10 @@ class Policy(ABC):
         return None
 
     def prompt_budgets(self, views: Sequence[CacheView], capacity: int | None) -> Tensor | None:
-        """How many tokens each KV head keeps, if the whole prompt decides. [B, L, H] int64; None if it does not.
+        """Return budgets that depend on the whole prompt, [B, L, H] int64, or None.
 
-        Asked once, after the last token of a prompt that was read under full attention. For each stream they add up to
-        `L * H * capacity`, unless the budgets are an `outcome`.
+        Called once, after the last token of a prompt that was read under full attention. For each stream they add up to
+        `L * H * min(capacity, prompt length)`, unless the budgets are an `outcome`.
 
         Args:
             views: of every layer, with the whole prompt in it. L of them.
@@ -101,28 +103,28 @@ class Policy(ABC):
         return None
 
     def pool_floor(self, capacity: int) -> int | None:
-        """Tokens that every KV head keeps at least, if each eviction draws its victims from all heads of a layer.
+        """Return the minimum of tokens per KV head if each eviction takes its victims from all heads of a layer, else None.
 
-        A layer of H heads then keeps `H * capacity` tokens, in whichever heads they are worth most. None: each head evicts its
-        own. Asked of the policy bound to the capacity.
+        A layer of H heads then keeps `H * capacity` tokens; the lowest (importance, rank, head) goes first. The minimum is
+        between 1 and the capacity. Called on the policy bound to `capacity`.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Composed(Policy):
-    """A policy that holds another one in a field `score` and delegates to it whatever it does not answer itself."""
+    """A policy that holds another one in `score`, to which all methods but `band` delegate. Class attributes are its own."""
 
     score: Policy
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Those of the policy inside."""
+        """Statistics of `score`."""
         return self.score.statistics
 
     @property
     def scope(self) -> Scope:
-        """That of the policy inside."""
+        """Scope of `score`."""
         return self.score.scope
 
     def bind(self, capacity: int) -> Self:
@@ -130,17 +132,17 @@ class Composed(Policy):
         return replace(self, score=self.score.bind(capacity))
 
     def importance(self, view: CacheView) -> Tensor:
-        """That of the policy inside. [B, H, S] float32."""
+        """Importance given by `score`. [B, H, S] float32."""
         return self.score.importance(view)
 
     def budgets(self, capacity: int, layers: int, heads: int, prompt: int | None) -> Sequence[Sequence[int]] | None:
-        """Those of the policy inside."""
+        """Budgets given by `score`."""
         return self.score.budgets(capacity, layers, heads, prompt)
 
     def prompt_budgets(self, views: Sequence[CacheView], capacity: int | None) -> Tensor | None:
-        """Those of the policy inside. [B, L, H] int64."""
+        """Budgets given by `score`. [B, L, H] int64."""
         return self.score.prompt_budgets(views, capacity)
 
     def pool_floor(self, capacity: int) -> int | None:
-        """That of the policy inside."""
+        """Pool floor of `score`."""
         return self.score.pool_floor(capacity)

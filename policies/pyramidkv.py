@@ -2,12 +2,11 @@
 
 Source: Cai et al. 2024, arXiv:2406.02069, Section 4.2. The rule was read in Zefan-Cai/KVCache-Factory c97f9d7,
 pyramidkv/pyramidkv_utils.py (`PyramidKVCluster`), and NVIDIA/kvpress 8bb29b9, kvpress/presses/pyramidkv_press.py.
-Differs: `paper`: shares are real numbers, rounded so that the total is that of the capacity. `official`: the step from layer
-    to layer is rounded down, as in KVCache-Factory, whose first layer keeps its share, so that it holds up to half a token per
-    layer and layer more than its capacity; here all layers give back equal parts of that. `kvpress`: the window counts as part
-    of the shares, and if the highest layer's share is less than the window, all layers keep the same, without a warning.
-    kvpress rounds each layer by itself; the totals agree unless a share ends in one half. In all three, a layer keeps at least
-    one token beside the window.
+Differs: `paper`: shares are real numbers, rounded so that the total is that of the capacity. `official`: the step from layer to
+    layer is rounded down. In KVCache-Factory, the first layer keeps its share all the same, so the mean exceeds the capacity by
+    up to (L - 1) / 2 tokens; here this excess is subtracted equally from all layers. `kvpress`: shares include the window; if the
+    last layer's share is less than the window, all layers keep the same number, without a warning. kvpress rounds each layer by
+    itself; the totals agree unless a share ends in one half. In all three, a layer keeps at least one token beside the window.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvbench.policies.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(Composed):
-    """Tokens are worth what `score` says; how many are kept falls from layer to layer."""
+    """Keep the tokens with the highest importance by `score`; budgets decrease linearly from the first layer to the last."""
 
     score: Policy = field(default=SnapKV())
     beta: float = 20  # the highest layer's share is 1 / beta of the mean, apart from the window
@@ -42,7 +41,7 @@ class PyramidKV(Composed):
         return replace(self, score=score, window=window)
 
     def budgets(self, capacity: int, layers: int, heads: int, prompt: int | None) -> list[list[int]]:
-        """The same for all heads of a layer. L lists of H integers."""
+        """Return budgets that are equal for all heads of a layer. L lists of H integers."""
         assert self.window is not None, "bind first"
         apart = 0 if self.variant == "kvpress" else self.window
         top, bottom = self._ends(capacity - apart, prompt)

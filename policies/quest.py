@@ -1,9 +1,9 @@
 """Quest: read the pages whose keys may have the largest dot products with the query.
 
 Source: Tang et al. 2024, arXiv:2406.10774, Algorithm 1. The rule was read in mit-han-lab/Quest, evaluation/quest_attention.py.
-Differs: the bound of the newest page covers the tokens up to the query, in prompts and books, too. The code reads whatever is
-    longer than one token under full attention (here: `evict: prompt`). Query heads choose for themselves, as in the code; the
-    query heads of a KV head then read the union of their pages.
+Differs: the bound of the newest page covers the tokens up to the query, and pages are also selected while a prompt or text is
+    read. The code reads inputs of more than one token under full attention (here: `evict: prompt`). Query heads choose for
+    themselves, as in the code; the query heads of a KV head then read the union of their pages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random: the control. A policy that does no better gains nothing from choosing its tokens.
+"""Random eviction, the control. A policy that is not better gains nothing from its scores.
 
-Source: `keep_prompt` is Random Attention, arXiv:2609.03430: keep the prompt, evict the rest uniformly.
+Source: `keep_prompt` follows Random Attention, arXiv:2609.03430: keep the prompt, evict the rest uniformly.
 Differs: a prompt that exceeds the capacity is sampled, too.
 """
 

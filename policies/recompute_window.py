@@ -16,7 +16,7 @@ from kvbench.policies.view import CacheView
 
 @dataclass(frozen=True)
 class RecomputeWindow(Policy):
-    """The quality reference: a window whose keys and values depend on no token outside it."""
+    """Recompute the window for every token, so that its keys and values depend on no token outside it: the quality reference."""
 
     caches: ClassVar[bool] = False
 

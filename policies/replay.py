@@ -22,7 +22,7 @@ from kvbench.policies.view import CacheView
 
 @dataclass(frozen=True)
 class Replay(Policy):
-    """Keep the tokens that another policy kept. Past the end of its map, the oldest token goes first."""
+    """Keep the tokens that another policy kept. After the end of the map, evict the oldest token."""
 
     file: str  # table of evictions, relative to the current directory
     sha256: str | None = None  # of the file; `bind` fills it in, so that a record says which table it replayed

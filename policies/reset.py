@@ -1,9 +1,9 @@
-"""Reset: when the cache is full, all of it goes, and the model reads the first and the newest tokens afresh.
+"""Reset: when the cache is full, empty it and read the first and the newest tokens again.
 
 Source: llama.cpp's "infinite text generation via context swapping" (examples/main/main.cpp, 2023): of the context, `n_keep` first
-tokens and the newer half of the others are read again. With `reread` 0 nothing is, as where a new chat is begun. Xiao et al.
-2023, arXiv:2309.17453, present StreamingLLM as doing without.
-Differs: the first tokens are read again, too. What comes first depends on nothing else, so their keys and values are the same.
+tokens and the newer half of the others are read again. With `reread: 0` no newer token is read again. StreamingLLM (Xiao et al.
+2023, arXiv:2309.17453) avoids such resets.
+Differs: the first tokens are read again, too. They depend on no other token, so their keys and values are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbench.policies.view import CacheView
 
 @dataclass(frozen=True)
 class Reset(Policy):
-    """Full attention until `capacity + 1` tokens are cached; then the stream begins anew with its first and its newest tokens."""
+    """Full attention until `capacity + 1` tokens are cached; then empty the cache, and read the first and newest tokens again."""
 
     caches: ClassVar[bool] = False  # in slots that evict: its decoder empties them all at once
 

@@ -2,9 +2,9 @@
 
 Source: Cai et al. 2025, arXiv:2505.24133, Section 3; the authors' code Zefan-Cai/R-KV d15c976, rkv/compression/r1_kv.py and
 rkv/utils.py. The paper's 128 new tokens between two evictions are the cell's `evict: {every: 128}`.
-Differs: attention counts 0.1 in the paper and 0.07 in the code's defaults (`variant: official`). Of the keys that each key
-resembles only the latest is spared, as in the code, which spares the oldest key where there is none. The code cuts a prompt like
-any other tokens; `keep_prompt` is ours.
+Differs: attention counts 0.1 in the paper and 0.07 in the code's defaults (`variant: official`). The similarity of each key to
+the latest key that it resembles counts as 0, as in the code, which takes the oldest key if it resembles none. The code cuts a
+prompt like any other tokens; `keep_prompt` is an addition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RoCo: evict the lowest mean attention, but not among the tokens whose attention varies most.
 
 Source: Ren & Zhu 2024, arXiv:2402.06262, Section 4; the authors' code DRSY/EasyKV a1d71ca, easykv/easykv.py, mode `roco`, with
-`kv_mode` `decoding`: of capacity + 1 tokens it protects those 3/10 of the capacity, and one, that vary most, the 10 newest first.
+`kv_mode` `decoding`: it protects int(0.3 * capacity) + 1 tokens: the 10 newest, then those with the largest deviation.
 Differs: a prompt is treated like any other tokens; the authors never evict from it while decoding.
 """
 

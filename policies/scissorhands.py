@@ -1,11 +1,11 @@
-"""Scissorhands: tokens that mattered will matter. Evict those that got less than the average attention most often.
+"""Scissorhands: evict the tokens that most often received less than the average attention.
 
 Source: Liu et al. 2023, arXiv:2305.17118, Algorithm 2. The defaults (a history of 400 steps, 10 recent tokens) are the paper's,
 as AnswerDotAI/cold-compress 15bb300, cache.py, gives them; the authors published no code.
 Differs: the history is counted in `buckets`, so more than `history - history / buckets` steps count, and at most `history`; with
 as many buckets as steps it is exact. The average is 1 / tokens held, where the paper has 1 / t. A KV head's weight is the mean
-over its query group (the paper has no GQA). The paper evicts half the capacity at once: that is the cell's
-`evict: {every: ...}`. It also gives later layers more capacity; here all have the same.
+over its query group (the paper has no GQA). The paper evicts half the capacity at once: that is the cell's `evict: {every: ...}`.
+It also gives later layers more capacity; here all have the same.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Queries:
 
     Attributes:
         vectors: queries, rotated and unscaled. [B, H, G, T, D], the model's dtype.
-        step: index of each query's token in its stream. It may read the tokens up to its own. [B, T] int64.
-        keys: rotated keys. Slots after a query's own hold later tokens or anything. [B, H, S, D], the model's dtype.
+        step: index of each query's token in its stream; the query may read tokens up to this index. [B, T] int64.
+        keys: rotated keys. Slots after a query's own hold later tokens or arbitrary values. [B, H, S, D], the model's dtype.
         layer: index of the layer.
         num_layers: number of layers of the model.
         seed: the cell's seed.
@@ -115,7 +115,7 @@ class Selecting(Policy):
     def select(self, queries: Queries) -> Tensor | None:
         """Slots that each query reads; None if the layer's queries read all tokens.
 
-        The slots of a query are distinct, and its own token is among them or at least one other that it may read. Slots below 0
+        The slots of a query are distinct and include at least one that it may read. Slots below 0
         or after the query's own are ignored, so that queries may read different numbers of tokens.
 
         Returns:

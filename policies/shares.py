@@ -14,10 +14,11 @@ _DECIMALS = 9  # fractions that differ by less are equal: float64 sums of the sa
 
 
 def integer_shares(shares: Tensor, total: int, floor: int = 0, ceiling: Tensor | int | None = None) -> Tensor:
-    """Whole numbers that add up to the total, by the method of largest remainders. [*, n] int64.
+    """Return integers that add up to the total, by the method of largest remainders. [*, n] int64.
 
-    What the shares exceed the floor by is scaled to add up, and what goes beyond the ceiling is spread equally over those below
-    it. Then every number is rounded down, and the tokens left over go to the largest fractions, the first among equals.
+    The excess of shares over the floor is scaled so that all add up to the total. Shares above the ceiling are cut to it, and the
+    rest is divided equally among the others. All are rounded down, and remaining tokens go to the largest fractions, the first
+    among equals. The ceiling has precedence over the floor.
 
     Args:
         shares: real numbers, in tokens. [*, n].
@@ -26,7 +27,7 @@ def integer_shares(shares: Tensor, total: int, floor: int = 0, ceiling: Tensor |
         ceiling: tokens of each, at most. Broadcasts to [*, 1]. If the total is more than all of them can hold, all are full.
 
     Raises:
-        ValueError: the total is less than all floors.
+        ValueError: the total is less than n * floor.
     """
     count = shares.shape[-1]
     if total < count * floor:
@@ -47,12 +48,12 @@ def integer_shares(shares: Tensor, total: int, floor: int = 0, ceiling: Tensor |
 
 
 def window_of(policy: Policy) -> int:
-    """Newest tokens that a bound policy never evicts, as far as it says so in a parameter `window`."""
+    """Return the parameter `window` of a bound policy: its newest tokens that are never evicted; 0 if it has none."""
     return getattr(policy, "window", None) or 0
 
 
 def _capped(exact: Tensor, ceiling: Tensor | int) -> Tensor:
-    """Move what is beyond the ceiling, in equal parts, to those below it, until nobody is above. [*, n] float64."""
+    """Divide what exceeds the ceiling equally among the shares below it, until none exceeds it. [*, n] float64."""
     for _ in range(exact.shape[-1]):
         capped = exact.clamp(max=ceiling)
         over, below = (exact - capped).sum(-1, keepdim=True), capped < ceiling

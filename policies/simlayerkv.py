@@ -3,9 +3,9 @@
 Source: Zhang et al. 2024, arXiv:2410.13846, Section 4. The rule was read in sail-sg/SimLayerKV 1fb6bda,
 LongBench/SimLayerKV_attention_llama.py and SimLayerKV_llama.py, and NVIDIA/kvpress 8bb29b9, kvpress/presses/simlayerkv_press.py.
 Differs: the official code looks at the first generated token, and cuts after it; this looks at the last `queries` of the prompt.
-    `kvpress`: attention to these queries' own tokens does not count as recent, the `recent` tokens before them are looked at, and
-    `queries` fewer than `recent` are kept. Where kvpress averages over a batch, every stream is judged by itself. Attention is a
-    share of what cached tokens received, which differs from the codes' share of 1 only with learned or zero sinks.
+    `kvpress`: the `recent` tokens are those before the last `queries`, and lazy layers keep `recent - queries` newest tokens.
+    kvpress averages over a batch; here every stream has its own layers. Shares are relative to the attention that cached tokens
+    received, which is below 1 only with learned or zero sinks.
 """
 
 from __future__ import annotations

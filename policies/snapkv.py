@@ -1,11 +1,12 @@
-"""SnapKV: the tokens that a window of the newest queries attends to, pooled so that neighbours are kept together.
+"""SnapKV: keep the tokens with the most attention from a window of the newest queries, pooled over neighbouring tokens.
 
 Source: Li et al. 2024, arXiv:2404.14469, Section 4 and Listing 1; the authors' code FasterDecoding/SnapKV e216ddc,
 snapkv/monkeypatch/snapkv_utils.py. Their LongBench settings (experiments/LongBench/config) are the defaults of `paper` and
 `official`; their class without settings has kernel 5 and averages.
-Differs: a KV head's scores are the sum over its query group, before pooling. The authors keep a selection for every query head;
-kvpress averages after pooling, which ranks alike, since its pooling is an average (NVIDIA/kvpress 8bb29b9,
-presses/snapkv_press.py). Between steps the same rule is applied again; the authors apply it once, after the prompt.
+Differs: a KV head's scores are the sum over its query group, or the maximum with `group: max`, before pooling. The authors keep a
+selection for every query head; kvpress averages after pooling, which ranks alike, since its pooling is an average (NVIDIA/kvpress
+8bb29b9, presses/snapkv_press.py). While decoding, the rule is applied at every eviction; the authors apply it once, after the
+prompt.
 """
 
 from __future__ import annotations

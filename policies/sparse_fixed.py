@@ -2,9 +2,9 @@
 
 Source: Child et al. 2019, arXiv:1904.10509, Section 4.3. The rule was read in openai/sparse_attention c53f3bd, attention.py
 (`get_blocksparse_obj`).
-Differs: the published pattern keeps all summaries, summary / block of the text, without bound; here the oldest summaries go first
-    when the capacity is reached. A capacity of block + all summaries is the published pattern. All heads have the same summary;
-    in the code, heads can take turns with `num_verts` parts of the block.
+Differs: the published pattern keeps all summaries, so its cache grows by summary / block per token; here the oldest summary
+    tokens are evicted when the capacity is reached. A capacity of block + all summaries is the published pattern. All heads have
+    the same summary; in the code, heads can take turns with `num_verts` parts of the block.
 """
 
 from __future__ import annotations

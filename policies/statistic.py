@@ -25,11 +25,14 @@ class HeadSizes(NamedTuple):
 
 
 class Attention(SimpleNamespace):
-    """What one token's attention did in a layer, as far as a statistic asks for it in `sees`.
+    """Attention of one token in one layer, with the attributes that the statistic names in `sees`.
+
+    Raises:
+        ValueError: an attribute is read that `sees` does not name.
 
     Attributes:
-        weights: softmax weights; 0 in empty slots. [B, H, G, S] float32.
-        logits: what the softmax was taken of; -inf in empty slots. [B, H, G, S] float32.
+        weights: softmax weights; 0 in empty slots. [B, H, G, S] float32, float64 in a float64 model.
+        logits: inputs of the softmax; -inf in empty slots. [B, H, G, S], same dtype as the weights.
         queries: unrotated, in the order of dims of the view's keys. [B, H, G, D], the model's dtype.
         outputs: the weighted sums of values. [B, H, G, Dv], the model's dtype.
     """
@@ -47,7 +50,7 @@ class Attention(SimpleNamespace):
 
 @dataclass
 class Written:
-    """Tokens as they are written into the cache, one a KV head: *n stands for [B, H], with any further axes after it.
+    """Tokens when they are written into the cache, one per KV head. *n is [B, H], with any further axes after it.
 
     Attributes:
         keys: unrotated, in the order of dims of the view's keys. [*n, D], the model's dtype.
@@ -55,8 +58,7 @@ class Written:
         position: in the stream. Broadcasts to [*n]; int64.
         ids: token ids. Broadcasts to [*n]; int64.
         rotate: RoPE of this layer.
-        output: the part of the model's output projection that each query head goes through; None if the model has no such
-            matrix. [H, G, E, Dv].
+        output: slices of the output projection, one per query head; None if the model has no such matrix. [H, G, E, Dv].
     """
 
     keys: Tensor
@@ -79,8 +81,8 @@ class Statistic:
     Attributes:
         sees: what `update` reads of a step's attention. Nothing else is computed.
         per: "slot": a value for every cached token. "head": one for every KV head, in float64.
-        initial: of a slot when it takes a token, and of a head at the start.
-        lasts: it goes on where nothing will be evicted any more, so that no policy asks for it.
+        initial: value of a slot when it takes a token, and of a head at the start.
+        lasts: it is also updated in caches that no longer evict.
     """
 
     sees: ClassVar[tuple[Seen, ...]] = ("weights",)
@@ -90,7 +92,7 @@ class Statistic:
 
     @property
     def last(self) -> int | None:
-        """Of a prompt that is read before anything is evicted, only this many last steps matter; None: all of them.
+        """Number of last steps that matter, of a prompt that is read before anything is evicted; None: all.
 
         The engine then reads the steps before them without this statistic, as fast as if it were not there.
         """
@@ -119,12 +121,15 @@ class Statistic:
         return state
 
     def update_run(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
-        """Optional, for speed: the state after T steps at once, during which nothing was evicted. Equal to T updates.
+        """Return the state after T steps without an eviction. Optional: faster than T calls of `update`, with an equal result.
 
         Args:
-            state: before the steps; of a token that came during them, its first value.
+            state: before the steps; tokens written during the steps have their first value.
             attention: of the steps, with an axis T after G: weights and logits [B, H, G, T, S], queries [B, H, G, T, D], outputs
                 [B, H, G, T, Dv]. A token that came later has weight 0.
-            view: the cache after the last of them; it may hold tokens that come later still.
+            view: the cache after the last step; it may also hold later tokens.
+
+        Raises:
+            NotImplementedError: the statistic has no such rule.
         """
         raise NotImplementedError

@@ -26,7 +26,7 @@ def sha256_of(file: str, known: str | None) -> str:
     """The sha256 of a file, so that a record says what was in it.
 
     Raises:
-        ValueError: the file can't be read, or its sha256 is known and another one.
+        ValueError: the file can't be read, or its sha256 is not `known`.
     """
     sha256 = hashlib.sha256(content_of(file)).hexdigest()
     if known not in (None, sha256):
@@ -46,7 +46,7 @@ def read_importance(file: str, layers: int, heads: int) -> Tensor:
         heads: H.
 
     Raises:
-        ValueError: the file can't be read, or holds no such table of finite numbers from 0.
+        ValueError: the file can't be read, or holds no such table of finite, non-negative numbers.
     """
     expected = f"expected {{'importance': {layers} lists of {heads} numbers, or of a multiple of it}}"
     content = content_of(file)

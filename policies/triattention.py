@@ -1,11 +1,11 @@
-"""TriAttention: keep the keys that a head's typical query prefers, by content and by distance, averaged over the time to come.
+"""TriAttention: score keys by their dot products with a head's mean query, averaged over later positions.
 
 Source: Mao et al. 2026, arXiv:2604.04921. Read in WeianMao/triattention c3744ee, `triattention/methods/triattention.py` and
 `pruning_utils.py`. Their trigonometric series of a distance is the dot product of the rotated mean query and the rotated key.
-Differs: the typical query is that of the stream's own prompt, while theirs comes from a calibration text: give its statistics
-as `file` for that. Every layer and head chooses for itself (their `per_layer_perhead_pruning`); in their experiments a head keeps
-the same tokens in all layers. Theirs evicts every 128 steps (`evict: {every: 128}`) and cuts no prompt; here a prompt longer than
-`keep_prompt` is scored like other tokens. They add noise of 1e-6 to break ties.
+Differs: the mean query is that of the stream's own prompt; the authors use a calibration text, whose statistics `file` takes.
+Every layer and head chooses for itself (their `per_layer_perhead_pruning`); in their experiments a head keeps the same tokens in
+all layers. The authors evict every 128 steps (`evict: {every: 128}`) and cut no prompt; here a prompt longer than `keep_prompt`
+is scored like other tokens. They add noise of 1e-6 to break ties.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvbench.policies.view import CacheView
 
 @dataclass(frozen=True)
 class PromptQueries(Statistic):
-    """Of each pair of dims that RoPE rotates together, summed over the prompt's unrotated queries: both parts, length, number.
+    """Sums over the prompt's unrotated queries, for each pair of dims that RoPE rotates together: both parts, length, number.
 
     [B, H, G, P, 4] float64. In a stream without a prompt, every query counts.
     """
@@ -57,7 +57,7 @@ class PromptQueries(Statistic):
 
 @dataclass(frozen=True)
 class TriAttention(Policy):
-    """Keep a short prompt, and the keys with the highest mean logit over the distances of queries to come."""
+    """Keep prompts of up to `keep_prompt` tokens, and the keys with the highest mean score for queries at later positions."""
 
     scope = "head"
 
@@ -70,7 +70,7 @@ class TriAttention(Policy):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Those of the prompt's queries, unless a file has them."""
+        """`PromptQueries`, unless `file` is given."""
         return () if self.file else (PromptQueries(),)
 
     def bind(self, capacity: int) -> Self:
@@ -96,7 +96,10 @@ class TriAttention(Policy):
         return worth.masked_fill(~view.valid, -inf).masked_fill(prompt, inf)
 
     def _scores(self, view: CacheView) -> Tensor:
-        """Each query head's: the logit of the mean query, and what its length lacks of the mean length. [B, H, G, S] float32."""
+        """Score per query head: dot product with the mean query, and key length times (mean length - length of the mean).
+
+        [B, H, G, S] float32.
+        """
         centres = self._centres(view)
         query, lacking = centres[..., :2], centres[..., 2] - centres[..., :2].norm(dim=-1)
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=view.step.device)
@@ -143,7 +146,7 @@ def read_statistics(file: str, sha256: str, device: str) -> Tensor:
         device: to put the tensor on.
 
     Raises:
-        ValueError: there is no such file, it has another sha256, or it holds something else.
+        ValueError: there is no such file, it has another sha256, or it holds no such tensor.
     """
     sha256_of(file, sha256)
     try:

@@ -1,4 +1,4 @@
-"""What a policy sees of a layer's cache.
+"""View of one layer's cache, which is passed to a policy.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, D key dim, Dv value dim.
 """
@@ -22,12 +22,12 @@ Rotate = Callable[[Tensor, Tensor], Tensor]  # ([..., D] unrotated, positions [.
 
 
 def mixed_seed(seed: int) -> int:
-    """The seed's term in the hash of `CacheView.uniform`. It wraps at 64 bits, like int64 tensors."""
+    """Return the seed's term in the hash of `CacheView.uniform`, wrapped at 64 bits as int64 tensors are."""
     return (seed * _HASH_MULTIPLIERS[3] + 2**63) % 2**64 - 2**63
 
 
 def unrotated(x: Tensor, position: Tensor) -> Tensor:  # noqa: ARG001 - a layer without RoPE has no use for it
-    """Leaves vectors as they are: the rotation of a layer without RoPE."""
+    """Return x: the rotation of a layer without RoPE."""
     return x
 
 
@@ -36,14 +36,14 @@ class CacheView:
     """One layer's cache after a step, as a policy sees it. Read only.
 
     Attributes:
-        rank: the token's place among those its KV head holds, 0 = oldest; S if the slot is empty. [B, H, S] int64.
+        rank: the token's place among those its KV head holds, 0 = oldest; S or more if the slot is empty. [B, H, S] int64.
         position: the token's index in its stream; -1 if the slot was never used. [B, H, S] int64.
         step: index of the token just processed, per stream. [B, 1, 1] int64.
         keys: unrotated keys; pairs of dims that RoPE rotates together are neighbours. [B, H, S, D], the model's dtype.
         values: [B, H, S, Dv], the model's dtype.
         states: one tensor per statistic that the policy declares. [B, H, S, *k], or [B, H, *k] for one that is kept per head.
         layer: index of the layer. A view may show several layers at once, stacked along B. [B, 1, 1] int64.
-        head: index in the model's layer of each KV head; a view may show some of them. Broadcasts to [B, H, 1]; int64.
+        head: index of each KV head in the model's layer; a view may show some of them. Broadcasts to [B, H, 1]; int64.
         prompt: tokens of the stream's prompt, 0 if it has none. Broadcasts to [B, 1, 1]; int64.
         num_layers: number of layers of the model.
         seed: the cell's seed.
@@ -90,14 +90,14 @@ class CacheView:
         """Token ids. The policy must declare the statistic `TokenId()`. [B, H, S] int64.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the policy does not declare it.
         """
         from kvbench.policies.statistics import TokenId
 
         return self.state(TokenId()).long()
 
     def state(self, statistic: Statistic) -> Tensor:
-        """The value of a running statistic. [B, H, S, *k] float32, or [B, H, *k] float64 for one that is kept per head.
+        """The value of a running statistic. [B, H, S, *k] float32 (float64 in a float64 model), or [B, H, *k] float64 per head.
 
         Raises:
             ValueError: the policy does not declare this statistic in `statistics`.
@@ -107,13 +107,13 @@ class CacheView:
         return self.states[statistic]
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Values of slots, put in order of rank: the oldest token's first, empty slots last. [B, H, S, ...] -> the same."""
+        """Values of slots, put in order of rank: the oldest token's first, empty slots last. [B, H, S, ...] -> same shape."""
         places = self._places()
         slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
         return _take(x, torch.empty_like(places).scatter_(-1, places, slots))
 
     def by_slot(self, x: Tensor) -> Tensor:
-        """The inverse of `by_rank`. [B, H, S, ...] -> the same."""
+        """The inverse of `by_rank`. [B, H, S, ...] -> same shape."""
         return _take(x, self._places())
 
     def _places(self) -> Tensor:

@@ -152,7 +152,7 @@ def test_where_everything_fits_it_is_dense(name, policies):
     if name == "duo_attention":
         policy = replace(policy, recent=LENGTH)
     if policy.outcome:
-        policy = replace(policy, threshold=1.1)  # no head is lazy, and none can do with a part
+        policy = replace(policy, threshold=1.0)  # no head is lazy, and none can do with a part
     capacity = next(c for c in range(LENGTH, 100 * LENGTH, LENGTH) if smallest(policy, c) >= LENGTH)
     _, expected = read_all(CacheConfig(Dense()), tokens, 16, prompt=PROMPT)
     if not policy.outcome:

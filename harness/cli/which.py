@@ -56,11 +56,7 @@ def which(
     bench which builtin:recall --budget 96 --minutes 3
     bench which path/to/model --budget 1024 --data path/to/texts
     """
-    digits = tokens.replace(",", "").replace("_", "")
-    if not re.fullmatch("[1-9][0-9]*", digits):
-        expected = "expected tokens that a KV head keeps, such as 1024, not a share or bytes"
-        raise click.BadParameter(f"{tokens}: {expected}", param_hint="'--budget'")
-    budget = int(digits)
+    budget = _budget(tokens)
     if math.isnan(minutes):  # which no range excludes
         raise click.BadParameter("nan: expected minutes, such as 30")
     until = time.monotonic() + 60 * minutes  # loading torch takes seconds, too
@@ -96,6 +92,19 @@ def which(
     _show(records, model, budget, results, as_json)
     if any(r.status == "failed" for r in records):
         sys.exit(Exit.FAILED_CELLS)
+
+
+def _budget(tokens: str) -> int:
+    """Parse a number of tokens, which may have separators.
+
+    Raises:
+        click.BadParameter: it is no positive integer.
+    """
+    digits = tokens.replace(",", "").replace("_", "")
+    if not re.fullmatch("[1-9][0-9]*", digits):
+        expected = "expected tokens that a KV head keeps, such as 1024, not a share or bytes"
+        raise click.BadParameter(f"{tokens}: {expected}", param_hint="'--budget'")
+    return int(digits)
 
 
 def _show(records: Sequence[Record], model: str, budget: int, results: str, as_json: bool) -> None:
