@@ -234,7 +234,7 @@ def _verdict(found: Mapping[str, Sequence[Comparison]]) -> str:
     """State the result in a sentence, and how much is behind it."""
     counting = [(question, one) for question, tasks in found.items() for one in tasks if one.agreement]
     sure = [f"{one.ours.model}'s `{one.ours.task}`, question {question}" for question, one in counting if one.p < LEVEL]
-    told = "Not shown: no task of ours ranks" if not sure else f"Shown for {'; '.join(sure)}, and no other task: it ranks"
+    told = "No task of ours is shown to rank" if not sure else f"Shown for {'; '.join(sure)}, and no other task: it ranks"
     result = f"**{told} policies more like published tables than random scores do.**"
     numbers = "; ".join(f"with the question {question}, {_numbers(tasks)}" for question, tasks in found.items())
     return f"{result}\n{len(counting)} comparisons: {numbers}."
