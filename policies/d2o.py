@@ -61,8 +61,8 @@ class D2O(Merging):
         if self.sinks < 0 or not 0 <= self.beta <= 1:
             raise ValueError(f"sinks {self.sinks} must not be negative, and beta {self.beta} be between 0 and 1")
         bound = super().bind(capacity)
-        if bound._protected >= capacity:
-            raise ValueError(f"capacity {capacity} can't hold {bound._protected} protected tokens + at least 1 other token")
+        if bound._protected > capacity:
+            raise ValueError(f"capacity {capacity} can't hold {bound._protected} protected tokens")
         return bound
 
     @property
@@ -79,7 +79,7 @@ class D2O(Merging):
         assert capacity is not None
         spread = torch.stack([_evenness(view) for view in views], -1)  # [B, L]
         length, total = views[0].step.squeeze(-1) + 1, capacity * len(views)
-        by_layer = integer_shares(total * spread.softmax(-1), total, floor=self._protected + 1, ceiling=length)
+        by_layer = integer_shares(total * spread.softmax(-1), total, floor=min(self._protected + 1, capacity), ceiling=length)
         return by_layer[..., None].expand(-1, -1, views[0].rank.shape[1])
 
     def merge(self, view: CacheView, evicted: Evicted) -> Merged:

@@ -71,7 +71,7 @@ class Policy(ABC):
         """Importance of every cached token, the newest (age 0) included. [B, H, S] float32.
 
         The token with the lowest (importance, rank) is evicted. +inf is evicted only if every token of the head has it, so `bind`
-        should refuse capacities that can't hold such tokens and one more. Empty slots may hold anything but NaN.
+        should refuse capacities that can't hold such tokens. Empty slots may hold anything but NaN.
         """
 
     def budgets(self, capacity: int, layers: int, heads: int, prompt: int | None) -> Sequence[Sequence[int]] | None:

@@ -112,7 +112,9 @@ def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):
     (tmp_path / "mine.py").write_text(POLICY)
     bench(*args, cwd=tmp_path)
     assert "skipped" in bench(*args, cwd=tmp_path).stderr
-    (tmp_path / "mine.py").write_text(POLICY + "\n# changed\n")
+    (tmp_path / "mine.py").write_text(POLICY + "\n# a comment\n")
+    assert "skipped" in bench(*args, cwd=tmp_path).stderr
+    (tmp_path / "mine.py").write_text(POLICY + "\nCHANGED = True\n")
     assert "skipped" not in bench(*args, cwd=tmp_path).stderr
 
 
