@@ -3,9 +3,10 @@
 Source: Wan et al. 2024, arXiv:2406.13035, Section 3. The rule was read in AIoT-MLSys-Lab/D2O 12c99d8,
 LLM_merge_new/LMEval_kv_token_merge/modeling_llama3_7b_13b_d2o.py (`D2O_LayerKVCache`) and modeling_llama3_new.py.
 Differs: a KV head is one head; the authors expand K and V to query heads. Budgets of a prompt's layers are rounded by largest
-    remainders and add up to the capacity; the authors leave the first two layers and the last uncompressed, and clamp shares to 1
-    % at least. The threshold is per stream. `official`: a merged token is the mean of itself and of the evicted tokens, each
-    times its similarity. `paper`: the weights are exponentials of the similarity, and e for the kept token itself.
+    remainders and add up to the capacity, and every layer holds the sinks, the window of `score` and one more token; the authors
+    leave the first two layers and the last uncompressed, and clamp shares to at least 0.01. The threshold is per stream.
+    `official`: a merged token is the mean of itself and of the evicted tokens, each times its similarity. `paper`: the weights
+    are exponentials of the similarity, and e for the kept token itself.
 """
 
 from __future__ import annotations
@@ -57,18 +58,14 @@ class D2O(Merging):
         return tuple(dict.fromkeys((*self.score.statistics, AttentionSum(), Threshold())))
 
     def bind(self, capacity: int) -> Self:
-        """Bind `score`, and check that the sinks and its window fit, and `beta`."""
-        if self.sinks < 0 or not 0 <= self.beta <= 1:
-            raise ValueError(f"sinks {self.sinks} must not be negative, and beta {self.beta} be between 0 and 1")
+        """Bind `score`. Check `beta`, and that the capacity holds the sinks and the window of `score`."""
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta {self.beta} must be between 0 and 1")
         bound = super().bind(capacity)
-        if bound._protected > capacity:
-            raise ValueError(f"capacity {capacity} can't hold {bound._protected} protected tokens")
+        window = window_of(bound.score)
+        if not 0 <= self.sinks <= capacity - window:
+            raise ValueError(f"capacity {capacity} can't hold sinks {self.sinks} + window {window}")
         return bound
-
-    @property
-    def _protected(self) -> int:
-        """Tokens that no head evicts: the sinks, and the window of `score`."""
-        return self.sinks + window_of(self.score)
 
     def importance(self, view: CacheView) -> Tensor:
         """Importance that `score` gives; sinks are never evicted. [B, H, S] float32."""
@@ -79,7 +76,8 @@ class D2O(Merging):
         assert capacity is not None
         spread = torch.stack([_evenness(view) for view in views], -1)  # [B, L]
         length, total = views[0].step.squeeze(-1) + 1, capacity * len(views)
-        by_layer = integer_shares(total * spread.softmax(-1), total, floor=min(self._protected + 1, capacity), ceiling=length)
+        floor = min(self.sinks + window_of(self.score) + 1, capacity)
+        by_layer = integer_shares(total * spread.softmax(-1), total, floor=floor, ceiling=length)
         return by_layer[..., None].expand(-1, -1, views[0].rank.shape[1])
 
     def merge(self, view: CacheView, evicted: Evicted) -> Merged:

@@ -115,8 +115,8 @@ class Selecting(Policy):
     def select(self, queries: Queries) -> Tensor | None:
         """Slots that each query reads; None if the layer's queries read all tokens.
 
-        The slots of a query are distinct and include at least one that it may read. Slots below 0
-        or after the query's own are ignored, so that queries may read different numbers of tokens.
+        The slots of a query are distinct and include at least one that it may read. Slots below 0 or after the query's own are
+        ignored, so that queries may read different numbers of tokens.
 
         Returns:
             [B, H, G, T, n] int64; the axes before T may be 1, if all streams, heads or queries of a head read the same.

@@ -4,8 +4,8 @@ Source: Zhang et al. 2024, arXiv:2410.13846, Section 4. The rule was read in sai
 LongBench/SimLayerKV_attention_llama.py and SimLayerKV_llama.py, and NVIDIA/kvpress 8bb29b9, kvpress/presses/simlayerkv_press.py.
 Differs: the official code looks at the first generated token, and cuts after it; this looks at the last `queries` of the prompt.
     `kvpress`: the `recent` tokens are those before the last `queries`, and lazy layers keep `recent - queries` newest tokens.
-    kvpress averages over a batch; here every stream has its own layers. Shares are relative to the attention that cached tokens
-    received, which is below 1 only with learned or zero sinks.
+    kvpress averages over a batch; here each stream decides which layers are lazy. Shares are relative to the attention that
+    cached tokens received, which is below 1 only with learned or zero sinks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class SimLayerKV(Policy):
     variant: Literal["paper", "kvpress"] = "paper"
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or not 0 < self.queries <= self.recent:
-            raise ValueError(
-                f"sinks {self.sinks} must not be negative, and queries {self.queries} be between 1 and recent {self.recent}"
-            )
+        if self.sinks < 0:
+            raise ValueError(f"sinks {self.sinks} must not be negative")
+        if not 0 < self.queries <= self.recent:
+            raise ValueError(f"queries {self.queries} must be between 1 and recent {self.recent}")
 
     @property
     def statistics(self) -> tuple[RecentAttention]:

@@ -11,8 +11,9 @@ import huggingface_hub
 import pytest
 import torch
 from conftest import bench
+from helpers import change_config, change_weights
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.config import read_config
@@ -30,18 +31,6 @@ CPU = torch.device("cpu")
 def folder(tmp_path, model_dir):
     """A copy of a model's folder, to damage."""
     return Path(shutil.copytree(model_dir, tmp_path / "damaged"))
-
-
-def change_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def change_weights(folder: Path, change) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def loaded(folder: Path, dtype: str = "float32"):

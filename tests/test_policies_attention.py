@@ -180,7 +180,7 @@ def test_h2o_by_age_keeps_what_is_attended_to_while_the_prompt_is_still_read():
         (Finch(window=9), 8, "question of 9"),
         (ChunkKV(SnapKV(window=8)), 8, "window 8"),
         (RKV(attention=2.0), 8, "attention 2.0"),
-        (D2O(), 6, "7 protected tokens"),
+        (D2O(), 6, "sinks 4 + window 3"),
     ],
 )
 def test_what_a_capacity_can_not_hold_is_refused(policy, capacity, word):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvbench.harness.engine.watch import weighing_of
 
@@ -38,7 +39,20 @@ class Variant:
 
 
 class VariantForCausalLM(Variant, LlamaForCausalLM):
-    """A Llama with another attention."""
+    """A Llama with another attention.
+
+    Attributes:
+        attention_class: module that replaces every layer's attention; None: the layers stay Llama's.
+    """
+
+    attention_class: ClassVar[type[LlamaAttention] | None] = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if self.attention_class is not None:
+            for index, layer in enumerate(self.model.layers):
+                layer.self_attn = self.attention_class(config, index)
+            self.post_init()  # type: ignore[no-untyped-call]
 
 
 def register(model: Any) -> None:

@@ -42,12 +42,7 @@ class SinkLogitsForCausalLM(VariantForCausalLM):
     """
 
     config_class = SinkLogitsConfig
-
-    def __init__(self, config: SinkLogitsConfig) -> None:
-        super().__init__(config)
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = _SinkLogitsAttention(config, index)
-        self.post_init()  # type: ignore[no-untyped-call]
+    attention_class = _SinkLogitsAttention
 
 
 class SigmoidConfig(LlamaConfig):
@@ -115,13 +110,8 @@ class GatedForCausalLM(VariantForCausalLM):
     """
 
     config_class = GatedConfig
+    attention_class = _GatedAttention
     own_attention = "eager"
-
-    def __init__(self, config: GatedConfig) -> None:
-        super().__init__(config)
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = _GatedAttention(config, index)
-        self.post_init()  # type: ignore[no-untyped-call]
 
 
 class ClippedConfig(LlamaConfig):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import bench_in
-from safetensors.torch import load_file, save_file
+from helpers import change_config, change_weights
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast, PreTrainedModel
 from watched import IDS, TOKENS, Whole, eager_weights
@@ -224,18 +224,6 @@ def test_an_encoder_is_looked_at_and_its_cache_is_not(tmp_path: Path):
 
 
 CPU = torch.device("cpu")
-
-
-def change_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def change_weights(folder: Path, change) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def encoders(tmp_path: Path) -> dict[str, Path]:
