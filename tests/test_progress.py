@@ -193,7 +193,17 @@ def test_one_row_a_policy_with_all_its_tasks():
     (table,) = closing(both)
     assert list(table.head) == ["policy", "perplexity", "right", "K/V", "status"]
     assert list(table.lines) == [("dense", "6.653", "100 %", "40 KiB", "ok"), ("h2o", "7.373", "50 %", "640 B", "ok")]
-    assert table.heading == "s, m, 8 tokens cached"
+    assert table.heading == "s, m, 8 tokens cached, evicting at every step"
+
+
+def test_times_of_eviction_are_named_once_per_table_or_in_each_sentence():
+    made = [edit(measured("h2o", nll), cell=when) for nll, when in ((2.0, {}), (2.1, {"evict": "prompt"}))]
+    (alone,), (both,) = closing(made[1:]), closing([measured("dense", 1.9, None), *made])
+    assert alone.heading == "s, m, 8 tokens cached, evicting once after the prompt"
+    assert both.heading == "s, m, 8 tokens cached"
+    assert [line[0] for line in both.lines] == ["dense", "h2o (evict step)", "h2o (evict prompt)"]
+    said = [note.partition(":")[0] for note in both.notes if note.startswith("At ")]
+    assert said == ["At 8 tokens, evicting once after the prompt", "At 8 tokens, evicting at every step"]
 
 
 def with_costs(policy: str, capacity: int | None, nlls: dict[str, float], ms: float) -> list:
@@ -216,7 +226,7 @@ def test_several_texts_and_what_they_cost_stand_in_one_table():
         ("dense", "7.389", "20.09", "40 KiB", "160 KiB", "20", "2", "500", "ok"),
         ("h2o", "7.389", "20.09", "8 KiB", "32 KiB", "40", "4", "250", "ok"),
     ]
-    assert [table.heading.split(", ")[3] for table in others] == ["WikiText-2", "books (PG-19)"]
+    assert [table.heading.split(", ")[4] for table in others] == ["WikiText-2", "books (PG-19)"]
     assert all("TPOT ms" not in table.head for table in others)
 
 

@@ -86,7 +86,7 @@ def test_it_opens_with_the_answer_of_the_default_question(opened):
     made = feeds.feed(everything())
     question = next(q for q in made["questions"] if q["id"] == made["default"])
     page = opened()
-    assert page.inner_text("#sentence") == f"At 16 tokens: {question['budgets'][1]['finding']}"
+    assert page.inner_text("#sentence") == f"At 16 tokens, evicting {question['evict']}: {question['budgets'][1]['finding']}"
     assert page.get_attribute("#sentence", "aria-live") == "polite"
     names = {row["policy"] for budget in question["budgets"] for row in budget["rows"]}
     assert set(texts(page, "#policies-body tr:not(.reference) th button")) == names
@@ -150,7 +150,8 @@ def test_policies_stand_against_the_questions_of_a_suite(opened):
     asks = [changed(r, cell={"suite": "s"}) for r in everything() if r.cell.suite == "asks"]
     asks = [changed(r, cell={"capacity": r.cell.capacity and 16}) for r in asks]
     page = opened([changed(r, facts={"device": "a device"}) for r in (*of_budgets(), *asks)], address="#tab=questions")
-    assert texts(page, "#questions-head th") == ["Policy", "perplexity, 32,768 tokens", "StreamEval, 60 lines"]
+    heads = [f"{subject}\nevicting at every step" for subject in ("perplexity, 32,768 tokens", "StreamEval, 60 lines")]
+    assert texts(page, "#questions-head th") == ["Policy", *heads]
     rows = {name.split("\n")[0] for name in texts(page, "#questions-body th")}
     assert rows == {"window", "h2o", "random"}
     page.click("#questions-head button >> nth=1")

@@ -11,12 +11,14 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from factories import edit, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.report.rows import short_titles
 from kvbench.harness.suite import cells as cells_module
 from kvbench.harness.suite.overrides import Overrides
 
@@ -38,6 +40,15 @@ def load(tmp_path: Path, text: str = GOOD, **overrides):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     return suites.load(file, Overrides(**overrides))[1]
+
+
+def test_a_policy_named_on_the_command_line_keeps_its_parameters_in_the_suite(tmp_path):
+    def sinks(*policies: str) -> set[int]:
+        return {cell.policy.sinks for cell in load(tmp_path, policies=policies) if cell.name == "sink_window"}
+
+    assert sinks("sink_window") == {1, 2}
+    assert sinks("{name: sink_window, sinks: 3}") == {3}
+    assert {cell.name for cell in load(tmp_path, policies=("h2o", "sink_window"))} == {"h2o", "sink_window"}
 
 
 def test_lists_multiply(tmp_path):
@@ -320,8 +331,8 @@ def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
     cells = load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", tasks))
     assert set(suites.labels(cells).values()) >= {
         "perplexity, dense, tokens 50",
-        "perplexity, sink_window 8, sinks 1, window 7, tokens 100",
-        "memory, sink_window 16, sinks 2, window 14",
+        "perplexity, sink_window 8, sinks 1, tokens 100",
+        "memory, sink_window 16, sinks 2",
         "memory, dense",
     }
 
@@ -332,14 +343,23 @@ def test_labels_name_an_option_that_only_some_cells_have(tmp_path):
     assert names >= {"dense", "dense, prompt 50"}
 
 
+def test_labels_and_titles_tell_a_policy_without_parameters_from_its_variants(tmp_path):
+    variants = [{}, {"sinks": 4}, {"sinks": 4, "window": 16}]
+    listed = json.dumps([{"name": "random", "capacity": 32} | one for one in variants])
+    cells = load(tmp_path, GOOD.partition("policies:")[0] + f"policies: {listed}")
+    assert list(suites.labels(cells).values()) == ["random 32", "random 32, sinks 4", "random 32, sinks 4, window 16"]
+    titles = short_titles([edit(record("random", 32), cell={"parameters": one}) for one in variants])
+    assert titles == ["random", "random (sinks 4)", "random (sinks 4, window 16)"]
+
+
 def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
     """Counts instead of timing: each cell's fields and hash are computed once."""
     cells = load(tmp_path, GOOD.replace("version: 1\n", f"version: 1\nseed: {list(range(40))}\n"))
     as_json, counted = suites.Cell.as_json, []
     monkeypatch.setattr(suites.Cell, "as_json", lambda cell: (counted.append(cell), as_json(cell))[1])
     seen = []
-    varying = cells_module._varying
-    monkeypatch.setattr(cells_module, "_varying", lambda given: varying(seen.append(one) or one for one in given))
+    telling_apart = cells_module.telling_apart
+    monkeypatch.setattr(cells_module, "telling_apart", lambda given: seen.extend(given) or telling_apart(given))
     names = suites.labels(cells)
     assert len(set(names.values())) == len(cells) == 200
     assert len(counted) == len(cells)

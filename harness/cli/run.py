@@ -37,7 +37,8 @@ _SUITE_OPTIONS: list[Callable[[Any], Any]] = [
         "policies",
         multiple=True,
         metavar="POLICY",
-        help="Measure only this policy: a name, file.py:Class or '{name: h2o, window: 8}'; repeatable.",
+        help="Measure only this policy: a name of the suite, with its parameters there; another name; file.py:Class; or "
+        "'{name: h2o, window: 8}'; repeatable.",
     ),
     click.option(
         "--set",
@@ -117,11 +118,11 @@ def run(
     keep = None if trace is None else KeepSteps.from_option(trace)
     cells = request.cells(Path(results))
     if dry_run:
-        from kvbench.harness.run.estimate import estimates
+        from kvbench.harness.run.estimate import estimate_rows, estimates
 
         request.use_threads()
         expected = estimates(cells, request.device, tried=True)
-        print_rows([row.cells() for row in expected], as_json)
+        print_rows(estimate_rows(expected), as_json)
         click.echo(f"{duration(sum(row.seconds or 0.0 for row in expected))} in all, without loading", err=True)
         return
     records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging(), keep=keep)

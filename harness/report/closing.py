@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbench.harness.core.grouped import grouped
@@ -209,9 +209,16 @@ def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tup
     subject, positions, machine = context
     first = policies[0].records[0]
     sized = f"{next(iter(capacities)):,} tokens cached" if len(capacities) == 1 else ""
-    parts = [f"{first.cell.suite}, {model_name(first)}", sized, subject, positions and f"positions {positions}"]
+    moments = _moments(row.records[0] for row in policies)
+    when = f"evicting {words.evicting(moments[0])}" if len(moments) == 1 else ""
+    parts = [f"{first.cell.suite}, {model_name(first)}", sized, when, subject, positions and f"positions {positions}"]
     heading = visible(", ".join(part for part in [*parts, machine and f"on {machine}"] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), notes)
+
+
+def _moments(records: Iterable[Record]) -> list[str]:
+    """Return the times at which the caches of a table evict."""
+    return list(dict.fromkeys(record.cell.evicts for record in records if not is_reference(record)))
 
 
 def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
@@ -287,9 +294,11 @@ def _findings(records: Sequence[Record]) -> list[str]:
     if formats:
         return [sized["answer"] for equal in formats for sized in equal["sizes"]]
     chosen = [question for question in answered if question["measure"] == "perplexity"] or answered
-    about = {question["id"]: f", {question['subject']}" if len(chosen) > 1 else "" for question in chosen}
+    several = {name for name in ("subject", "evict") if len({question[name] for question in chosen}) > 1}
+    subjects = {question["id"]: f", {question['subject']}" if "subject" in several else "" for question in chosen}
+    moments = {question["id"]: f", evicting {question['evict']}" if "evict" in several else "" for question in chosen}
     return [
-        f"At {size(budget['capacity'])}{about[question['id']]}: {budget['finding']}"
+        f"At {size(budget['capacity'])}{subjects[question['id']]}{moments[question['id']]}: {budget['finding']}"
         for question in chosen
         for budget in question["budgets"]
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvbench.harness.core.grouped import grouped
+from kvbench.harness.core.grouped import grouped, telling_apart
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
@@ -24,12 +24,7 @@ def short_names(policies: Sequence[Row]) -> list[str]:
     names, formats = [], {row.cell.stored for row in policies}
     for row in policies:
         rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
-        alternatives: list[dict[str, object]] = [_settings(r) for r in rivals]
-        kept = [key for key in alternatives[0] if len({repr(a.get(key)) for a in alternatives}) > 1]
-        for key in reversed(kept):  # drop settings that follow from the rest, such as a window from the sinks
-            others = [k for k in kept if k != key]
-            if len({repr([a.get(k) for k in others]) for a in alternatives}) == len(alternatives):
-                kept = others
+        kept = telling_apart([_settings(r) for r in rivals])
         settings = _settings(row)
         is_axis = row.cell.codec is not None or not row.cell.stored  # a third-party cache's format follows from its parameters
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []

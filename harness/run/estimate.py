@@ -17,7 +17,7 @@ from kvbench.harness.models.hub import is_here
 from kvbench.harness.models.load import DTYPES, device_of
 from kvbench.harness.models.shape import ModelShape, readable_shape
 from kvbench.harness.run.speeds import Speeds
-from kvbench.harness.suite import Cell
+from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
 
 _TRIED_BYTES = 2**30  # of weights; larger models, and models that must be downloaded, are not loaded for an estimate
@@ -34,17 +34,20 @@ class Estimate:
     kv_bytes: int | None
     weight_bytes: int | None
 
-    def cells(self) -> dict[str, Any]:
-        """Return the row to print."""
-        return {
-            "cell": self.cell.id[:8],
-            "policy": self.cell.name,
-            "capacity": self.cell.capacity,
-            "about": None if self.seconds is None else f"{self.seconds:,.0f} s",
-            "kv_bytes": self.kv_bytes,
-            "weight_bytes": self.weight_bytes,
-            "model": self.cell.model.id,
+
+def estimate_rows(expected: Sequence[Estimate]) -> list[dict[str, Any]]:
+    """Return the rows to print. Labels are those of the progress of a run."""
+    names = labels([row.cell for row in expected])
+    return [
+        {
+            "cell": row.cell.id[:8],
+            "label": names[row.cell.id],
+            "about": None if row.seconds is None else f"{row.seconds:,.0f} s",
+            "kv_bytes": row.kv_bytes,
+            "weight_bytes": row.weight_bytes,
         }
+        for row in expected
+    ]
 
 
 def estimates(cells: Sequence[Cell], device_name: str, tried: bool = False) -> list[Estimate]:

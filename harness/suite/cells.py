@@ -19,6 +19,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.evict import Evict, at_once, evict_as_json, evict_words
+from kvbench.harness.core.grouped import telling_apart
 from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.core.workload import Workload
@@ -121,20 +122,16 @@ class Cell:
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
-    """Return short names by cell id, extended by the models, parameters and task options that differ between the cells.
-
-    A task option that only some cells have differs, too.
-    """
+    """Return short names by cell id, extended by the models, parameters and task options that tell the cells apart."""
     specs = [cell.as_json() for cell in cells]
     tasks: dict[str, list[int]] = defaultdict(list)  # indices of the cells with each task
     rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # indices of the cells with each policy and capacity
     for place, cell in enumerate(cells):
         tasks[cell.task.name].append(place)
         rivals[cell.name, cell.capacity].append(place)
-    absent = {name: dict.fromkeys(key for place in group for key in specs[place]["task"]) for name, group in tasks.items()}
-    options = {name: _varying(absent[name] | specs[place]["task"] for place in group) for name, group in tasks.items()}
+    options = {name: telling_apart([specs[place]["task"] for place in group]) for name, group in tasks.items()}
     shown = [flat(spec["parameters"]) for spec in specs]
-    parameters = {key: _varying(shown[place] for place in group) for key, group in rivals.items()}
+    parameters = {key: telling_apart([shown[place] for place in group]) for key, group in rivals.items()}
     several_models = len({cell.model.id for cell in cells}) > 1
     names = {}
     for cell, spec, values in zip(cells, specs, shown, strict=True):
@@ -143,15 +140,6 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
         parts += [f"{n} {spec['task'][n]}" for n in options[cell.task.name] if n in spec["task"]]
         names[digest(spec)] = ", ".join(parts)
     return names
-
-
-def _varying(mappings: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the keys whose values differ between these mappings."""
-    values_of: dict[str, set[str]] = {}
-    for mapping in mappings:
-        for name, value in mapping.items():
-            values_of.setdefault(name, set()).add(repr(value))
-    return [name for name, values in values_of.items() if len(values) > 1]
 
 
 def find(name: str) -> Path:

@@ -32,7 +32,8 @@ def apply(source: Source, overrides: Overrides) -> None:
         for i, _ in items(source.data.get("model")):
             source.put(("model", *i, "dtype"), overrides.dtype, "--dtype")
     if overrides.policies:
-        source.put(("policies",), [yaml_value(p, "--policy") for p in overrides.policies], "--policy")
+        chosen = [entry for option in overrides.policies for entry in _entries(source, yaml_value(option, "--policy"))]
+        source.put(("policies",), chosen, "--policy")
     for setting in overrides.settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
@@ -40,6 +41,13 @@ def apply(source: Source, overrides: Overrides) -> None:
         value = yaml_value(text, f"--set {setting}")
         _refuse_choice_of_tasks(source, key, value, f"--set {setting}")
         _set(source, key, value, f"--set {setting}")
+
+
+def _entries(source: Source, option: Any) -> list[Any]:
+    """Return the suite's entries of the policy that --policy names, parameters included, or the option itself without any."""
+    listed = source.data.get("policies")
+    entries = listed if isinstance(listed, list) else []
+    return [entry for entry in entries if option == (entry.get("name") if isinstance(entry, dict) else entry)] or [option]
 
 
 def _refuse_choice_of_tasks(source: Source, key: str, value: Any, place: str) -> None:

@@ -18,7 +18,6 @@ from kvbench.harness.report.feed import equal_bytes, words
 from kvbench.harness.report.feed.question import Question, questions, reference
 from kvbench.harness.report.feed.row import cell_json, figure, provenance_json, row_json
 from kvbench.harness.report.feed.words import finding, origin, size
-from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.sections import groups
 
@@ -135,5 +134,5 @@ def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
         "rows": shown,
         "pairs": [x and [float(f"{end:.4g}") for end in (x.mean, x.low, x.high) if end is not None] for x in changes],
         "finding": sentence,
-        "answer": f"At {size(capacity)}, {model_name(question.first)}, {words.subject(question)}: {sentence}",
+        "answer": f"At {size(capacity)}, {words.answered(question)}: {sentence}",
     }

@@ -14,7 +14,6 @@ from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import answers_json, figure, loss_json
 from kvbench.harness.report.feed.words import finding
-from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.ranks import pair_changes, ranks
 from kvbench.harness.report.rows import Row
 
@@ -121,13 +120,12 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
         [row | {"loss_to_dense": None, "times_dense": None, "kv_read_bytes": None} for row in shown], question.measure, beaten
     )
     size = (_held(formats.dense) or 0) * share
-    subject = f"{model_name(question.first)}, {words.subject(question)}, in any format"
     return {
         "share": float(share),
         "bytes": int(size),
         "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
         "finding": sentence,
-        "answer": f"At 1/{share.denominator} of dense's bytes, {subject}: {sentence}",
+        "answer": f"At 1/{share.denominator} of dense's bytes, {words.answered(question)}, in any format: {sentence}",
     }
 
 

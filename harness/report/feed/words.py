@@ -83,6 +83,11 @@ def subject(question: Question) -> str:
     return f"{description}, K and V as {question.stored}" if question.stored else description
 
 
+def answered(question: Question) -> str:
+    """Describe what an answer holds for: model, text or task, and time of eviction."""
+    return f"{model_name(question.first)}, {subject(question)}, evicting {evicting(question.evicts)}"
+
+
 def text(record: Record) -> str:
     """Return the name and length of a record's text."""
     options = record.cell.options
@@ -112,7 +117,7 @@ def task(record: Record) -> str:
 
 def evicting(evicts: str) -> str:
     """Return a phrase for the time of eviction."""
-    return {"step": "at every step", "prompt": "once, after the prompt"}.get(evicts, evicts)
+    return {"step": "at every step", "prompt": "once after the prompt"}.get(evicts, evicts)
 
 
 def identity(question: Question) -> dict[str, Any]:

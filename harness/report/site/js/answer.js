@@ -18,8 +18,8 @@ export function showAnswer(data, suite, state) {
     rows: new Map([...byName(other), ...references]), chosen: other === budget, pick: () => go({ budget: String(other.capacity), open: "" }),
   }));
   const names = new Set([budget, ...question.budgets].flatMap((other) => [...byName(other).keys()]));
-  byId("sentence").textContent = `At ${tokens(budget.capacity)}: ${budget.finding}`;
-  byId("about").textContent = `${question.about} Evicting ${question.evict}, on ${question.machine}.`;
+  byId("sentence").textContent = `At ${tokens(budget.capacity)}, evicting ${question.evict}: ${budget.finding}`;
+  byId("about").textContent = `${question.about} Measured on ${question.machine}.`;
   byId("policies-caption").textContent = `${meaning(question)}, [95 % interval]. Bold: no other policy is better at that budget.`;
   fillMatrix("policies", columns, [...names, ...references.keys()], data, state.open);
   showAgain(data, suite, budget);
@@ -48,7 +48,7 @@ export function showQuestions(data, suite, state) {
   function at(question) { return question.budgets.find((budget) => budget.capacity === capacity); }
   const key = (row) => JSON.stringify([row.policy, row.parameters, row.seed]);
   const columns = asked.map((question) => ({
-    title: question.subject, note: question.evict === "at every step" ? null : question.evict, question, budget: at(question),
+    title: question.subject, note: `evicting ${question.evict}`, question, budget: at(question),
     rows: new Map(at(question).rows.map((row) => [key(row), row])), pick: () => go({ q: question.id, tab: "", open: "" }),
   }));
   const keys = [...new Set(columns.flatMap(({ rows }) => [...rows.keys()]))], leads = (name) => columns.filter(({ rows }) => rows.get(name)?.rank?.[0] === 1).length;
