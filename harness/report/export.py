@@ -15,7 +15,7 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Problem, Record, RecordStore, newest
 from kvbench.harness.report.pairing import common_tokens, on_common, question
-from kvbench.harness.report.rows import short_titles
+from kvbench.harness.report.rows import Row, short_titles
 from kvbench.harness.report.sections import headline
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "policy": policy,
             "capacity": r.cell.capacity,
             "figure": headline(on_common(r, common_tokens(by_question[question(r)])) or r),
-            "kv_bytes": r.metrics.kv_bytes,
+            "kv_bytes": Row([r]).kv_bytes,  # as in the tables: held, where a cache grows
             "tokens/s": None if r.facts.tokens_per_second is None else round(r.facts.tokens_per_second),
             "status": f"{r.status}: {r.error.kind}" if r.error else "flagged" if r.metrics.flags else r.status,
             "cell": r.cell_id[:8],

@@ -66,7 +66,7 @@ class Case:
         return max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
 
 
-Rule = tuple[str, Callable[[Case], str]]
+Rule = tuple[str, Callable[[Case], str | None]]  # name; check, which returns a problem, "", or None if it does not apply
 
 
 def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Case:
@@ -87,7 +87,8 @@ def tried(rules: Iterable[Rule], on: Case, before: Sequence[RuleResult] = ()) ->
     for name, test in rules:
         try:
             with torch.inference_mode():  # as in a run
-                findings.append(RuleResult(name, test(on)))
+                problem = test(on)
+            findings.append(RuleResult(name, note="does not apply") if problem is None else RuleResult(name, problem))
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
             problem = f"it raised {described(error)}"
             repeated = problem in reported

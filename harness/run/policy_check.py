@@ -180,9 +180,9 @@ def _held(read: Any) -> list[float]:
     return [sum(len(head) for layer in kept for head in layer[stream]) / heads for stream in range(read.streams)]
 
 
-def _capacity(on: Case) -> str:
+def _capacity(on: Case) -> str | None:
     if not on.policy.evicts or on.policy.outcome:
-        return ""
+        return None
     model = _tiny()
     read: Any = decoder(model, _config(on), 2)
     table = static_table(model, _config(on), None) if on.policy.caches else None
@@ -195,10 +195,10 @@ def _capacity(on: Case) -> str:
     return "" if least == on.capacity else f"only {least:g} tokens are held at capacity {on.capacity}"
 
 
-def _after_a_prompt(on: Case) -> str:
+def _after_a_prompt(on: Case) -> str | None:
     """Check that a prompt is read under full attention and cut once, and that the cache grows afterwards."""
     if not on.policy.evicts or not on.policy.caches:
-        return ""
+        return None
     read = CachedDecoder(_tiny(), _config(on, "prompt"), 2)
     length = on.capacity + _TOKENS_PAST_FULL
     read.read_prompt(_tokens(length), _PROMPT_BLOCK)
@@ -215,10 +215,10 @@ def _after_a_prompt(on: Case) -> str:
     return "there is a NaN in the logits after a prompt" if bool(logits.isnan().any()) else ""
 
 
-def _several_at_once(on: Case) -> str:
+def _several_at_once(on: Case) -> str | None:
     """Compare blocks under `{every: 8}` with the same tokens one by one. No token repeats, because equal keys would tie."""
     if not on.policy.evicts or not on.policy.caches or on.policy.outcome:
-        return ""
+        return None
     length = on.capacity + _TOKENS_PAST_FULL
     model, config = _tiny(length), _config(on, _EVERY)
     tokens = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(stream)) for stream in range(2)])
@@ -235,9 +235,9 @@ def _several_at_once(on: Case) -> str:
     return "" if blocks.kept() == one_by_one.kept() else "a block of 5 tokens keeps other tokens than the same tokens one by one"
 
 
-def _equal_to_dense(on: Case) -> str:
+def _equal_to_dense(on: Case) -> str | None:
     if on.policy.outcome or isinstance(on.policy, Selecting):
-        return ""
+        return None
     model = _tiny()
     table = static_table(model, _config(on), None) if on.policy.evicts and on.policy.caches else None
     tokens = _tokens(on.capacity if table is None else min(map(min, table)))
@@ -246,21 +246,21 @@ def _equal_to_dense(on: Case) -> str:
     return "" if difference <= 1e-4 else f"logits differ from dense by {difference:.1g} before anything is evicted"
 
 
-def _selection(on: Case) -> str:
+def _selection(on: Case) -> str | None:
     """Compare blocks, which attend under masks, with single tokens, which gather what they read."""
     if not isinstance(on.policy, Selecting):
-        return ""
+        return None
     tokens, methods = _tokens(_SELECTED_FROM_TOKENS), (PLAIN_WALK, TOKEN_BY_TOKEN)
     by_masks, gathered = (CachedDecoder(_tiny(), _config(on), 2, method)(tokens) for method in methods)
     difference = (by_masks - gathered).abs().amax().item()
     return "" if difference <= 1e-3 else f"logits in blocks and of single tokens differ by {difference:.1g}: are slots distinct?"
 
 
-def _band(on: Case) -> str:
+def _band(on: Case) -> str | None:
     """Compare the policy's band with the tokens that its importance keeps."""
     band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches and not on.policy.outcome else None
     if band is None:
-        return ""
+        return None
     sinks, window = band
     if sinks < 0 or window < 1 or sinks + window != on.capacity:
         return f"sinks {sinks} + window {window} are not the capacity {on.capacity}"
