@@ -150,7 +150,7 @@ def _failures(row: dict[str, Any]) -> str:
         models = [entry["model"] for entry in row["failed"] if entry["check"] == name]
         on = "" if models == row["models"] else f" on {', '.join(f'`{model}`' for model in models)}"
         texts.append(f"`{name}`{on}")
-    return "; ".join(texts) or "nothing"
+    return "; ".join(texts) or "none"
 
 
 def _audited(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Random eviction, the control. A policy that is not better gains nothing from its scores.
+"""Random eviction. With `sinks: 4, window: half` it is the control: a policy that is not better gains nothing from its scores.
 
 Source: `keep_prompt` follows Random Attention, arXiv:2609.03430: keep the prompt, evict the rest uniformly.
 Differs: a prompt that exceeds the capacity is sampled, too.
@@ -6,9 +6,9 @@ Differs: a prompt that exceeds the capacity is sampled, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,13 +28,15 @@ class Random(Policy):
     # evict from the prompt only when nothing else is left
     keep_prompt: bool = field(default=False, metadata={"added": True})
     sinks: int = field(default=0, metadata={"added": True})  # first tokens of the stream that are never evicted
-    window: int = field(default=0, metadata={"added": True})  # newest tokens that are never evicted
+    # newest tokens that are never evicted; half: half of the capacity
+    window: int | Literal["half"] = field(default=0, metadata={"added": True})
 
     def bind(self, capacity: int) -> Self:
-        """Check that sinks and window fit."""
-        if self.sinks < 0 or self.window < 0 or self.sinks + self.window > capacity:
-            raise ValueError(f"capacity {capacity} can't hold sinks {self.sinks} + window {self.window}")
-        return super().bind(capacity)
+        """Resolve the window and check that sinks and window fit."""
+        window = capacity // 2 if self.window == "half" else self.window
+        if self.sinks < 0 or window < 0 or self.sinks + window > capacity:
+            raise ValueError(f"capacity {capacity} can't hold sinks {self.sinks} + window {window}")
+        return replace(self, window=window)
 
     def importance(self, view: CacheView) -> Tensor:
         """The token's random number, less 1 if it comes after a prompt to be kept. [B, H, S] float32."""
@@ -43,4 +45,6 @@ class Random(Policy):
             importance = torch.where(view.position < view.prompt, importance, importance - 1)
         if self.sinks:
             importance = importance.masked_fill(view.position < self.sinks, inf)
+        if self.window == "half":
+            raise ValueError("window half needs a capacity: call bind first")
         return importance.masked_fill(view.age < self.window, inf) if self.window else importance

@@ -273,6 +273,15 @@ def test_a_policy_inside_has_its_own_parameters_whose_lists_multiply(tmp_path, m
     assert len(set(names)) == 9
 
 
+def test_a_window_of_half_the_capacity_is_recorded_as_a_number(tmp_path):
+    def recorded(window: str | int, capacity: int) -> dict:
+        entry = f"{{name: random, sinks: 4, window: {window}}}"
+        return load(tmp_path, with_policy(entry, capacity=f"capacity: {capacity}"))[-1].as_json()
+
+    assert recorded("half", 16) == recorded(8, 16)
+    assert recorded("half", 8)["parameters"] == {"sinks": 4, "window": 4}
+
+
 def test_policies_go_into_policies_at_any_depth(tmp_path, mine):
     deep = f"{{name: '{mine}:Holds', score: {{name: '{mine}:Holds', score: {{name: h2o, window: [2, 3]}}}}}}"
     cells = [c for c in load(tmp_path, with_policy(deep, capacity="capacity: 8")) if c.name != "dense"]

@@ -147,7 +147,7 @@ def _tier(cell: Cell) -> int:
 
 def _policies(budget: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the entries of the policies that can serve the budget, and a sentence on each policy that can't."""
-    sinks: dict[str, dict[str, Any]] = {"sink_window": {"sinks": 4}, "random": {"sinks": 4, "window": budget // 2}}
+    sinks: dict[str, dict[str, Any]] = {"sink_window": {"sinks": 4}, "random": {"sinks": 4, "window": "half"}}
     chosen, notes = [], []
     for name in (name for tier in _TIERS for name in tier):
         given = sinks.get(name, {})
