@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import Evicted, Merged, Merging
 from kvbench.policies.merging import ValueMerging
 from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.snapkv import SnapKV
+from kvbench.policies.statistics import RecentAttention
 from kvbench.policies.view import CacheView
 
 pytestmark = pytest.mark.fast
@@ -204,6 +208,39 @@ def test_cam_drops_a_prompt_that_is_cut_once(policy):
     ours, dropped = (read_by(x, tokens, 10, prompt=30, evict="prompt") for x in (policy, policy.score))
     assert (ours - dropped).abs().max() < CLOSE[DOUBLE]
     assert (read_by(policy, tokens, 10, prompt=30) - read_by(policy.score, tokens, 10, prompt=30)).abs().max() > 1e-3
+
+
+@dataclass(frozen=True)
+class Noted(CaM):
+    """Also note what the merge was given, and what it returned."""
+
+    notes: ClassVar[list[tuple[Tensor, Tensor, Tensor]]] = []  # attention received, values, merged values
+
+    def merge(self, view: CacheView, evicted: Evicted) -> Merged:
+        received, values = view.state(RecentAttention(self.spread)).sum(-1), view.values.clone()
+        merged = super().merge(view, evicted)
+        if not values.is_meta:  # a trial of shapes
+            self.notes.append((received, values, merged.values))
+        return merged
+
+
+@pytest.mark.parametrize("spread", [3, 8])
+def test_cam_of_kvcache_factory_passes_the_values_of_a_prompt_on(spread):
+    Noted.notes.clear()
+    policy, tokens = Noted(SnapKV(window=3, kernel=1), spread, "kvcache_factory"), tokens_of(40)
+    read_by(policy, tokens, 10, prompt=30, evict="prompt")
+    assert len(Noted.notes) == 2, "once in each layer"
+    for layer, (received, unmerged, merged) in enumerate(Noted.notes):
+        given = 0
+        for stream, head in itertools.product(range(len(tokens)), range(2)):
+            mass, values = received[stream, head].tolist(), [*unmerged[stream, head]]
+            for i in range(3, 30 - spread):  # the first tenth gives nothing
+                probability = mass[i] / max(*mass[:3], *mass[i : i + spread])
+                if uniform_number(layer, head, i, SEED) < probability:
+                    values[i + 1 : i + 1 + spread] = [v + values[i] / spread for v in values[i + 1 : i + 1 + spread]]
+                    given += 1
+            assert (merged[stream, head, :30] - torch.stack(values)[:30]).abs().max() < CLOSE[DOUBLE]
+        assert given, "nothing was merged"
 
 
 @pytest.mark.parametrize(("policy", "merge"), RULES[-2:], ids=lambda x: x.variant)
