@@ -251,6 +251,24 @@ def test_bytes_of_a_text_never_stand_beside_those_of_a_peak():
     assert held == {"dense": "40 KiB", "h2o": ""}
 
 
+def test_policies_with_equal_figures_share_the_lead():
+    (table,) = closing([answered("h2o", "1" * 40), answered("tova", "1" * 40), answered("window", "0" * 40)])
+    assert table.notes[0].startswith("At 8 tokens: h2o and tova have the most right answers of 3 policies: they are equal.")
+    behind = answered("rkv", "1" * 39 + "0")
+    (table,) = closing([answered("h2o", "1" * 40), answered("tova", "1" * 40), behind, answered("window", "0" * 40)])
+    lead = "h2o has the most right answers of 4 policies, as has tova; its lead over rkv is within the noise."
+    assert table.notes[0].startswith(f"At 8 tokens: {lead}")
+
+
+def test_a_prompt_that_is_cut_has_the_question_in_it_unless_told_otherwise():
+    task = {"name": "lm_eval", "tasks": "kvbench_popular"}
+    seen, unseen = (
+        edit(answered("h2o", "1" * 40), cell={"evict": "prompt", "task": task | asked}) for asked in ({}, {"question": "unseen"})
+    )
+    subjects = [question["subject"] for question in feed([seen, unseen])["questions"]]
+    assert subjects == ["popular, question seen", "popular, question unseen"]
+
+
 @pytest.mark.parametrize("text", [True, False])
 def test_its_sentences_are_those_of_the_feed(text):
     outcomes, nlls = {"h2o": "10" * 100, "window": "0" * 200}, {"h2o": 2.0, "window": 2.1}
@@ -297,4 +315,4 @@ def test_each_of_a_few_tasks_has_its_own_right_answers():
     (table,) = closing(made[:-1])  # random was not asked the last task
     assert list(table.head) == ["policy", "right, popular", "right, once", "K/V", "status"]
     assert list(table.lines) == [("h2o", "100 %", "0 %", "1 KiB", "ok"), ("random", "25 %", "", "1 KiB", "ok")]
-    assert table.notes[-1] == "K/V is the largest of the tasks'."
+    assert table.notes[-1] == "K/V is the largest of the tasks'; a share of dense's bytes is that of one task."

@@ -181,7 +181,7 @@ def test_where_none_leads_everywhere_each_has_its_own():
     asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", "10" * 100)]
     questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
     assert best_policy([*text, *questions], "m", 8)[0] == (
-        "m, 8 tokens: no policy leads everywhere. Leaders (95 % confidence): text: h2o; StreamEval, question seen: window."
+        "m, 8 tokens: no policy leads everywhere. Leaders (95 % confidence): text: h2o; StreamEval: window."
     )
 
 
@@ -207,7 +207,7 @@ def test_of_many_leaders_the_best_is_named_and_the_random_choice_not_hidden():
     cut = [edit(answered(name, right), cell={"evict": "prompt"}) for name, right in (("rkv", "10" * 100), ("window", "0" * 200))]
     asked = [answered("dense", "1" * 200, None), *cut]
     sentence, _ = best_policy([measured("dense", 1.9, None), *tied, *asked], "m", 8)
-    leaders = "text: tova or 4 others (a random choice among them); StreamEval, question seen: rkv."
+    leaders = "text: tova or 4 others (a random choice among them); StreamEval: rkv."
     assert sentence.startswith(
         f"m, 8 tokens: no policy leads everywhere. Leaders among the policies measured (95 % confidence): {leaders}"
     )

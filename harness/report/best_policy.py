@@ -8,8 +8,9 @@ from typing import Any
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.feed import answers
-from kvbench.harness.report.feed.question import CONTROL, questions
-from kvbench.harness.report.feed.words import enumerated, evicting
+from kvbench.harness.report.feed.question import questions
+from kvbench.harness.report.feed.words import enumerated
+from kvbench.harness.report.rows import CONTROL
 
 _MAX_NAMES = 3  # names in a sentence
 
@@ -51,9 +52,7 @@ def _head(question: dict[str, Any], record: Record) -> str:
         prompt = record.cell.options.get("prompt")
         return f"prompts of {prompt:,} tokens" if prompt else "text"
     name, *how = question["subject"].split(", ")
-    if "question unseen" in how:
-        return f"{name}, question unseen"
-    return f"{name}, question seen" if question["evict"] == evicting("prompt") else str(name)
+    return ", ".join([name, *(part for part in how if part.startswith("question "))])
 
 
 def _sentence(leaders: dict[str, list[str]], fewer: dict[str, int]) -> str:

@@ -74,18 +74,11 @@ def _subject(records: Sequence[Record]) -> str:
     """Return the text of a table, or its tasks. Tasks with the same manner of asking are named together."""
     read = next((r for r in records if r.measures(NllMetrics)), None)
     if read is not None:
-        prompt = read.cell.options.get("prompt")
-        return words.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
-    labels = (_asked(r, records) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
+        return words.text(read)
+    evicts = "prompt" if any(r.cell.evicts == "prompt" for r in records) else ""
+    labels = (words.asked(r, evicts) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
     tasks = grouped((label.partition(", ") for label in dict.fromkeys(labels)), lambda parts: parts[1:])
     return "; ".join(f"{words.enumerated([name for name, *_ in same])}{comma}{manner}" for (comma, manner), same in tasks.items())
-
-
-def _asked(record: Record, among: Sequence[Record]) -> str:
-    """Return the task and its manner of asking. Prompts that are cut at their end have the question in them by default."""
-    options = record.cell.options
-    cut = "question" in record.cell.task.never_pooled_over and any(r.cell.evicts == "prompt" for r in among)
-    return words.task(record) + (", question seen" if cut and not options.get("question") else "")
 
 
 def _comparable(records: list[Record]) -> list[list[Record]]:
@@ -158,7 +151,9 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
     if any(nll and row.nll and not math.isclose(nll, row.nll, rel_tol=1e-6) for nll, row in zip(nlls, policies, strict=True)):
         notes.append("Perplexity in the table is over the tokens after the cache has filled.")
     if sum(head.startswith("right") for head in quality) > 1:
-        notes.append("K/V is the largest of the tasks'.")
+        notes.append("K/V is the largest of the tasks'; a share of dense's bytes is that of one task.")
+    elif any(r.measures(PeakMetrics) for r in records) and any(r.measures(QuestionMetrics) for r in records):
+        notes.append("K/V is that of the task memory; a share of dense's bytes is that of the questions.")
     return _costed(policies, quality, context, [*_findings(records), *notes])
 
 

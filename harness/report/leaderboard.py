@@ -55,7 +55,7 @@ def _default(question: dict[str, Any]) -> list[str | Chart]:
     picture = over_budgets(question, _PICTURE)
     return [
         f"## {md(question['model'])}, {md(question['subject'])}\n",
-        f"{md(question['about'])}\n",
+        f"{md(question['about'])} Evicting {md(question['evict'])}.\n",
         *answers,
         "",
         *([picture] if picture else []),

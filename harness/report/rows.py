@@ -15,6 +15,9 @@ from kvbench.harness.report.markdown import axes, named
 from kvbench.harness.report.pairing import scores_all, stride_of, task_version
 from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
+CONTROL = "random"  # control policy; a policy that does no better gains nothing from its choice of tokens
+_CONTROL_KEEPS = ("sinks", "window")  # always named, because they decide how hard it is to beat
+
 
 def short_names(policies: Sequence[Row]) -> list[str]:
     """Name each row: policy, settings that differ among rows of its name and capacity, and format if there are several.
@@ -26,6 +29,7 @@ def short_names(policies: Sequence[Row]) -> list[str]:
         rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
         kept = telling_apart([_settings(r) for r in rivals])
         settings = _settings(row)
+        kept = list(dict.fromkeys([*(_CONTROL_KEEPS if row.cell.policy == CONTROL else ()), *kept]))
         is_axis = row.cell.codec is not None or not row.cell.stored  # a third-party cache's format follows from its parameters
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
         shown = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]

@@ -17,11 +17,10 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, paired, past_training
 from kvbench.harness.report.ranks import Pair, Rank, answer_comparison, pair_changes, ranks
-from kvbench.harness.report.rows import Row, rows, short_names
+from kvbench.harness.report.rows import CONTROL, Row, rows, short_names
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
 from kvbench.harness.report.verify import CACHELESS, kv_bytes
 
-CONTROL = "random"  # control policy; a policy that does no better gains nothing from its choice of tokens
 _MAX_NATS = 700  # largest argument of the exponential without overflow
 
 Measure = Literal["perplexity", "answers"]

@@ -17,12 +17,12 @@ from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.compare import MARKS, round_ratios
 from kvbench.harness.report.doubts import faults
-from kvbench.harness.report.feed.question import CONTROL, Measure, Question, is_reference, percent
+from kvbench.harness.report.feed.question import Measure, Question, is_reference, percent
 from kvbench.harness.report.feed.words import origin, task
 from kvbench.harness.report.markdown import task_name, title
 from kvbench.harness.report.pairing import judge_interval
 from kvbench.harness.report.ranks import Rank
-from kvbench.harness.report.rows import Row
+from kvbench.harness.report.rows import CONTROL, Row
 from kvbench.harness.report.shares import answers
 
 _FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # placeholder for the folder of a text in commands

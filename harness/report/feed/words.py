@@ -78,7 +78,7 @@ def about(question: Question) -> str:
 
 def subject(question: Question) -> str:
     """Return a short description of the text or task."""
-    description = text(question.first) if question.measure == "perplexity" else task(question.first)
+    description = text(question.first) if question.measure == "perplexity" else asked(question.first, question.evicts)
     description = f"{description}, {question.positions} positions" if question.positions else description
     return f"{description}, K and V as {question.stored}" if question.stored else description
 
@@ -97,6 +97,7 @@ def text(record: Record) -> str:
     parts += [f"book {options['book']}"] if options.get("book") is not None else []
     parts += [f"{options['newlines']} newlines first"] if options.get("newlines") is not None else []
     parts += [f"{options['streams']} streams"] if options.get("streams") not in (None, 1) else []
+    parts += [f"prompts of {options['prompt']:,} tokens"] if options.get("prompt") else []
     return visible(", ".join(part for part in parts if part))
 
 
@@ -113,6 +114,12 @@ def task(record: Record) -> str:
     extra += [f"question {options['question']}"] if options.get("question") else []
     extra += [f"prompt {options['prompt']}"] if options.get("prompt") not in (None, "stream") else []
     return visible(", ".join([name.removeprefix("kvbench_"), *extra]))
+
+
+def asked(record: Record, evicts: str) -> str:
+    """Return `task`. A prompt that is cut at its end has the question in it by default."""
+    seen = "question" in record.cell.task.never_pooled_over and evicts == "prompt" and not record.cell.options.get("question")
+    return task(record) + (", question seen" if seen else "")
 
 
 def evicting(evicts: str) -> str:
@@ -163,7 +170,11 @@ def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str
         beaten: ids of the rows that the first row is shown to beat.
     """
     judged = [row for row in rows if (row["answers"] if measure == "answers" else row["perplexity"] is not None)]
-    return f"{_leaders(judged, measure, beaten)} {_price(judged[0], measure)}".strip() if judged else "Nothing was measured."
+    if not judged:
+        return "Nothing was measured."
+    lead, price = _leaders(judged, measure, beaten), _price(judged[0], measure)
+    whose = judged[0]["name"] if lead.endswith("equal.") else "It"
+    return f"{lead} {whose} {price}." if price else lead
 
 
 def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
@@ -175,12 +186,27 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[st
         short = "the text is too short" if measure == "perplexity" else "there are too few streams"
         return f"{best['name']} {leads}, but {short} to rank policies."
     rivals = [row["name"] for row in rows[1:] if row["id"] not in beaten]
+    equal = [row["name"] for row in rows[1:] if _figure(row, measure) == _figure(best, measure)]
+    if len(equal) == len(rivals) > 0:
+        several = f"{best['name']} and {_some(equal, len(rows))} {leads.replace('has', 'have', 1)}"
+        return f"{several} of {len(rows)} policies: they are equal."
     if not rivals:
         return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
-    some = enumerated(rivals) if len(rivals) <= _MAX_NAMES else f"{len(rivals)} of them"
-    if 1 < len(rivals) == len(rows) - 1:
-        some = "all others"
-    return f"{best['name']} {leads} of {len(rows)} policies; its lead over {some} is within the noise."
+    as_many = f", as {'have' if len(equal) > 1 else 'has'} {_some(equal, len(rows))}" if equal else ""
+    behind = _some([name for name in rivals if name not in equal], len(rows))
+    return f"{best['name']} {leads} of {len(rows)} policies{as_many}; its lead over {behind} is within the noise."
+
+
+def _some(names: Sequence[str], policies: int) -> str:
+    """Name a few policies, or give their number. policies: number of all policies."""
+    if 1 < len(names) == policies - 1:
+        return "all others"
+    return enumerated(names) if len(names) <= _MAX_NAMES else f"{len(names)} others"
+
+
+def _figure(row: dict[str, Any], measure: str) -> Any:
+    """Return the figure that ranks a row."""
+    return row["answers"][0]["share"] if measure == "answers" else row["perplexity"]
 
 
 def _price(row: dict[str, Any], measure: str) -> str:
@@ -195,9 +221,7 @@ def _price(row: dict[str, Any], measure: str) -> str:
         median, low, high = row["times_dense"]
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
         parts.append(f"takes {median:.2f}{interval} of dense's time per token")
-    if not parts:
-        return ""
-    return f"It {enumerated(parts)}."
+    return enumerated(parts) if parts else ""
 
 
 def _answered(row: dict[str, Any], measure: str) -> list[str]:

@@ -137,7 +137,7 @@ class LmEvalMetrics(ScoreMetrics):
 
     def headline(self) -> str:
         """Return the score and the number of questions."""
-        return f"{self.metric} {self.figure} of {self.questions}"
+        return f"{self.metric} {self.figure.partition(' (')[0]} of {self.questions}"
 
     @property
     def figure(self) -> str:
