@@ -137,20 +137,23 @@ def _share(answers: Sequence[QuestionMetrics]) -> str:
 def _step_times(tokens: int = 1024) -> dict[str, str]:
     """Return milliseconds of a decode step after so many tokens, by policy."""
     steps = ((r, r.measured(StepMetrics)) for r in measured("smollm2-latency") if r.cell.options["tokens"] == tokens)
-    return {record.cell.policy: f"{metrics.step_ms:.0f}" for record, metrics in steps if metrics}
+    return {record.cell.policy: f"{metrics.step_ms:.0f}" + "*" * bool(metrics.flags) for record, metrics in steps if metrics}
 
 
 def _peaks(tokens: int) -> dict[str, str]:
     """Return the peak of memory above the weights after so many tokens, in MiB, by policy."""
     peaks = ((r, r.measured(PeakMetrics)) for r in measured("smollm2-memory") if r.cell.options["tokens"] == tokens)
-    return {record.cell.policy: f"{metrics.peak_bytes / 2**20:,.0f}" for record, metrics in peaks if metrics}
+    sizes = ((record.cell.policy, metrics, metrics.peak_bytes / 2**20) for record, metrics in peaks if metrics)
+    return {policy: f"{size:,.0f}" + "*" * bool(metrics.flags) for policy, metrics, size in sizes}
 
 
 def steps_and_peaks() -> str:
-    """Return times of a decode step and peaks of memory of SmolLM2, a row per policy."""
-    columns = [part(tokens) for part in (_step_times, _peaks) for tokens in (1024, 4096)]
-    head = ["policy, 256 tokens per head", "step after 1,024, ms", "after 4,096", "peak after 1,024, MiB", "after 4,096"]
-    return _markdown(head, [[name(p), *(column.get(p, "–") for column in columns)] for p in columns[0]], "lrrrr")
+    """Return times of a decode step and peaks of memory of SmolLM2, a row per policy. A star marks a flagged record."""
+    lengths = (1024, 4096, 8192)
+    columns = [part(tokens) for part in (_step_times, _peaks) for tokens in lengths]
+    head = [f"{what} after {tokens:,}" for what in ("step, ms,", "peak, MiB,") for tokens in lengths]
+    rows = [[name(p), *(column.get(p, "–") for column in columns)] for p in columns[0]]
+    return _markdown(["policy, 256 tokens per head", *head], rows, "lrrrrrr")
 
 
 def _lost(policy: str, column: dict[str, Record]) -> str:

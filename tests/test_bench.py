@@ -217,7 +217,7 @@ def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_di
     done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--dry-run", "--json", cwd=tmp_path)
     rows = json.loads(done.stdout)
     assert len(rows) == 6
-    assert {r["kv_bytes"] for r in rows if r["label"].startswith("h2o ")} == {20 * 33 * 256 * 2}
+    assert {r["kv_peak_bytes"] for r in rows if r["label"].startswith("h2o ")} == {20 * 33 * 256 * 2}
     assert not list(tmp_path.iterdir())
 
 

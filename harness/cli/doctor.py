@@ -169,8 +169,8 @@ def _cache() -> str:
 
 def _families() -> str:
     from kvbench.harness.cli.listing import models
+    from kvbench.harness.core.packaged import PACKAGED
 
-    rows = models()
-    works = [r["family"] for r in rows if r["state"] == "works"]
-    others = [f"{r['family']} ({r['state']})" for r in rows if r["state"] != "works"]
-    return f"{len(works)} of {len(rows)} work" + (f"; not {', '.join(others)}" if others else "")
+    rows = [row for row in models() if row["family"] not in PACKAGED]
+    others = [f"{row['family']} ({row['state']})" for row in rows if row["state"] != "works"]
+    return f"{len(rows) - len(others)} of {len(rows)} work" + (f"; not {', '.join(others)}" if others else "")

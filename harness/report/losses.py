@@ -89,7 +89,7 @@ def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
 
     Args:
         records: records of one or several suites.
-        a: name of a row on the page, such as `random (seed 1)`, or of a policy, which selects all its rows.
+        a: name of a row on the page, such as `sink_window (sinks 2)`, or of a policy, which selects all its rows.
         b: name of the row or policy with which `a` is compared.
 
     Raises:

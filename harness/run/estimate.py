@@ -43,7 +43,7 @@ def estimate_rows(expected: Sequence[Estimate]) -> list[dict[str, Any]]:
             "cell": row.cell.id[:8],
             "label": names[row.cell.id],
             "about": None if row.seconds is None else f"{row.seconds:,.0f} s",
-            "kv_bytes": row.kv_bytes,
+            "kv_peak_bytes": row.kv_bytes,  # a cut prompt is whole until its end
             "weight_bytes": row.weight_bytes,
         }
         for row in expected
