@@ -16,7 +16,7 @@ from kvbench.harness.report.pairing import scores_all, stride_of, task_version
 from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
 CONTROL = "random"  # control policy; a policy that does no better gains nothing from its choice of tokens
-_CONTROL_KEEPS = ("sinks", "window")  # always named, because they decide how hard it is to beat
+_CONTROL_KEEPS = ("sinks", "window", "keep_prompt")  # always named, because they decide how hard it is to beat
 
 
 def short_names(policies: Sequence[Row]) -> list[str]:
@@ -43,7 +43,7 @@ def short_titles(records: Sequence[Record]) -> list[str]:
 
 
 def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
-    """Whether a setting varies with the capacity, such as half the capacity, while its rivals share a constant such as 0."""
+    """Whether a setting varies with the capacity, such as half the capacity, while any rivals share a constant such as 0."""
     values: dict[int | None, set[str]] = {}
     for r in policies:
         if r.cell.policy == row.cell.policy:
@@ -51,7 +51,7 @@ def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
     shared = set.intersection(*values.values())
     alone = [group - shared for group in values.values()]
     own = {repr(_settings(row).get(key))} - shared
-    return bool(shared and own) and all(len(group) == 1 for group in alone) and len(set.union(*alone)) > 1
+    return bool(own) and all(len(group) == 1 for group in alone) and len(set.union(*alone)) > 1
 
 
 def without_folder(name: str) -> str:

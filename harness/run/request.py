@@ -145,7 +145,8 @@ class RunRequest:
             if matches:
                 break
         else:
-            raise UserError(f"{self.suite}: no record in {results} has a cell id that begins like this (--results names another folder)")
+            where = f"no record in {results} has a cell id that begins like this; --results names another folder"
+            raise UserError(f"{self.suite}: {where}")
         if len(matches) > 1:
             raise UserError(f"{self.suite}: {len(matches)} cell ids in {folder} begin like this: give more characters")
         if self.policies or self.settings or self.dtype:
