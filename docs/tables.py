@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.harness.core.intervals import Interval
+from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.markdown import table
@@ -51,7 +52,10 @@ def perplexities(suite: str, evict: str, capacity: int, positions: str) -> dict[
 
 def _is_variant(record: Record) -> bool:
     cell = record.cell
-    return cell.policy in MERGING or (cell.policy == "sink_window" and cell.parameters.get("sinks") != 4)
+    if cell.capacity is None or cell.policy == "random":  # the control's parameters are the suite's
+        return False
+    defaults = parameters_of(policy_from(cell.policy, {}).bind(cell.capacity), recorded=True)
+    return cell.policy in MERGING or dict(cell.parameters) != defaults
 
 
 _POSITIONS = {"cache": "renumbered", "stream": "as in the text"}
@@ -277,19 +281,17 @@ def against_dropped(pair: Pair) -> Interval:
 
 
 def merging() -> str:
-    """Return what merging changes beside dropping the same tokens: perplexity, and right answers about repeated facts."""
+    """Return what merging changes beside dropping the same 256 tokens: perplexity, and right answers about repeated facts."""
     moments = {"smollm2-prompt": ("stream", "after the prompt"), "smollm2-step": ("cache", "at every step")}
     answers = _merged_facts()
     rows = []
     for suite, (positions, moment) in moments.items():
         for mode in dict.fromkeys((positions, "stream")):
-            for pair in merging_pairs(suite, mode):
-                asked = suite == "smollm2-prompt" and pair.capacity == BUDGET
-                facts = answers.get((pair.chooses, pair.policy), "") if asked else ""
-                added = percent(against_dropped(pair))
-                rows.append([moment, str(pair.capacity), name(pair.chooses), f"`{pair.policy}`", added, facts])
-    head = ["evicted", "tokens", "chosen by", "merged by", "perplexity, merged against dropped, %"]
-    return _markdown([*head, f"repeated facts at {FACTS_BUDGET} tokens, dropped → merged, %"], rows, "lrllrr")
+            for pair in (pair for pair in merging_pairs(suite, mode) if pair.capacity == BUDGET):
+                facts = answers.get((pair.chooses, pair.policy), "") if suite == "smollm2-prompt" else ""
+                rows.append([moment, name(pair.chooses), f"`{pair.policy}`", percent(against_dropped(pair)), facts])
+    head = ["evicted", "chosen by", "merged by", f"perplexity at {BUDGET} tokens, merged against dropped, %"]
+    return _markdown([*head, f"repeated facts at {FACTS_BUDGET} tokens, dropped → merged, %"], rows, "lllrr")
 
 
 def _merged_facts() -> dict[tuple[str, str], str]:

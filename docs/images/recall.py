@@ -18,7 +18,7 @@ TASKS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")
 POSITIONS = "stream"  # of the picture: public codes leave the keys of a prompt where they were
 QUESTIONS = {"seen": "cut after the question; stream positions", "unseen": "cut before the question; stream positions"}
 MERGING = ("cam", "merging", "d2o")  # policies with a page of their own
-_TOLD = ("sinks", "window", "normalise")
+_TOLD = ("kernel", "sinks", "window", "normalise")
 _ALT = "Share of questions still answered under each policy, by what has to be kept, whether or not the policy saw the question."
 
 
