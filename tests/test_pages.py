@@ -198,6 +198,19 @@ def test_a_row_in_the_models_dtype_beside_a_coded_row_has_a_whole_name():
     assert short_titles([record(), changed(record(), cell={"kv": kv})]) == ["h2o", "h2o (kv int8)"]
 
 
+def test_a_policy_has_one_name_at_all_capacities():
+    def titles(policy: str, *cells: tuple[int, dict]) -> list[str]:
+        return short_titles([edit(record(policy, capacity), cell={"parameters": given}) for capacity, given in cells])
+
+    kernels = titles(
+        "snapkv", (8, {"window": 4, "kernel": 7}), (16, {"window": 8, "kernel": 7}), (16, {"window": 8, "kernel": 1})
+    )
+    assert kernels == ["snapkv (kernel 7)", "snapkv (kernel 7)", "snapkv (kernel 1)"]
+    assert titles("h2o", (8, {"window": 4}), (16, {"window": 8})) == ["h2o", "h2o"]
+    control = titles("random", (8, {"sinks": 2, "window": 4}), (16, {"sinks": 2, "window": 8}))
+    assert control == ["random (sinks 2)", "random (sinks 2)"]
+
+
 def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():
     one, two = (section(drawn()[0], records) for records in (drawn(), drawn()[::-1]))
     assert one.charts == two.charts

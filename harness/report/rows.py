@@ -20,16 +20,19 @@ _CONTROL_KEEPS = ("sinks", "window", "keep_prompt")  # always named, because the
 
 
 def short_names(policies: Sequence[Row]) -> list[str]:
-    """Name each row: policy, settings that differ among rows of its name and capacity, and format if there are several.
+    """Name each row: policy, settings that tell the rows of its policy apart, and format if there are several.
 
-    The format is shown even if capacities differ, because it determines the size of a token.
+    Rows of several capacities have one name, so settings that follow from the capacity are left out. The format is shown even if
+    capacities differ, because it determines the size of a token.
     """
     names, formats = [], {row.cell.stored for row in policies}
     for row in policies:
-        rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
-        kept = telling_apart([_settings(r) for r in rivals])
+        rivals = [r for r in policies if r.cell.policy == row.cell.policy]
+        told = telling_apart([{"capacity": r.cell.capacity} | _settings(r) for r in rivals])
         settings = _settings(row)
-        kept = list(dict.fromkeys([*(_CONTROL_KEEPS if row.cell.policy == CONTROL else ()), *kept]))
+        kept = [
+            key for key in dict.fromkeys([*(_CONTROL_KEEPS if row.cell.policy == CONTROL else ()), *told]) if key != "capacity"
+        ]
         is_axis = row.cell.codec is not None or not row.cell.stored  # a third-party cache's format follows from its parameters
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
         shown = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
