@@ -22,7 +22,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     """Draw a line per policy, or an interval per policy for a single budget. None if no policy has a loss with an interval.
 
     Policies with losses so large that the other lines would coincide are left out. A chart of lines also leaves out policies with
-    a single budget.
+    at most half of the budgets.
 
     Args:
         question: question of the feed.
@@ -35,7 +35,8 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
         if row["kind"] != "reference" and row["loss"] and row["loss"]["low"] is not None
     ]
     sizes_of = {name: {row["capacity"] for row in of_name} for name, of_name in grouped(rows, lambda row: row["name"]).items()}
-    rows = [row for row in rows if len(sizes_of[row["name"]]) > 1] or rows
+    few = max(1, len(set().union(*sizes_of.values())) // 2)
+    rows = [row for row in rows if len(sizes_of[row["name"]]) > few] or rows
     most = _typical(sorted({r["name"]: max(x["loss"]["value"] for x in rows if x["name"] == r["name"]) for r in rows}.values()))
     shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
     if not shown:
