@@ -125,7 +125,8 @@ def _asked(capacity: int) -> Iterable[tuple[Record, QuestionMetrics]]:
     """Yield the records of questions about facts at one capacity, and of dense."""
     for record in measured("smollm2-questions"):
         metrics = record.measured(QuestionMetrics)
-        if metrics and record.cell.capacity in (None, capacity) and record.cell.policy not in MERGING:
+        chosen = record.cell.is_dense or record.cell.capacity == capacity
+        if metrics and chosen and record.cell.policy not in MERGING:
             yield record, metrics
 
 
@@ -224,6 +225,7 @@ def positions_at_steps() -> str:
     return _markdown(head, rows, "lrr")
 
 
+_FACTS_SELECTED = ("dense", "quest", "bigbird", "h2o", "keydiff")
 _FACTS = {
     "popular": "repeated",
     "needle": "once",
@@ -360,9 +362,25 @@ def _selects(record: Record) -> str:
 
 
 def selected() -> str:
-    """Return what policies that select lose of SmolLM2's perplexity, with the bytes that they hold and read."""
-    rows = [[row.policy, percent(row.lost), f"{row.held / 2**20:.0f}", f"{row.read / 2**20:.0f}"] for row in selecting()]
+    """Return what policies that select lose of SmolLM2's perplexity, up to 30 %, with the bytes that they hold and read."""
+    shown = (row for row in selecting() if row.lost.mean < math.log(1.3))
+    rows = [[row.policy, percent(row.lost), f"{row.held / 2**20:.0f}", f"{row.read / 2**20:.0f}"] for row in shown]
     return _markdown(["policy", "perplexity lost, %", "held, MiB", "read by a step, MiB"], rows, "lrrr")
+
+
+def selected_facts() -> str:
+    """Return right answers of SmolLM2, seen/unseen, if each query reads about 160 tokens, and if no more than 160 are kept."""
+    answers: dict[str, dict[str, dict[str, list[QuestionMetrics]]]] = {}
+    for record in measured("smollm2-questions"):
+        metrics, kind = record.measured(QuestionMetrics), str(record.cell.options["tasks"]).removeprefix("kvbench_facts_")
+        if metrics and record.cell.policy in _FACTS_SELECTED and record.cell.capacity in (None, FACTS_BUDGET):
+            answers.setdefault(_selects(record), {}).setdefault(kind, {}).setdefault(_question(record), []).append(metrics)
+    rows = [
+        [policy, *("/".join(_share(of[kind][question]) for question in ("seen", "unseen")) for kind in _FACTS)]
+        for policy, of in answers.items()
+    ]
+    rows.sort(key=lambda row: -sum(int(share) for cell in row[1:] for share in cell.split("/")))
+    return _markdown(["seen/unseen, %", *_FACTS.values()], rows, "lrrr")
 
 
 def _markdown(head: list[str], rows: list[list[str]], align: str) -> str:
