@@ -142,14 +142,18 @@ def _share(answers: Sequence[QuestionMetrics]) -> str:
 def _step_times(tokens: int = 1024) -> dict[str, str]:
     """Return milliseconds of a decode step after so many tokens, by policy."""
     steps = ((r, r.measured(StepMetrics)) for r in measured("smollm2-latency") if r.cell.options["tokens"] == tokens)
-    return {record.cell.policy: f"{metrics.step_ms:.0f}" + "*" * bool(metrics.flags) for record, metrics in steps if metrics}
+    return {record.cell.policy: _flagged(f"{metrics.step_ms:.0f}", record) for record, metrics in steps if metrics}
 
 
 def _peaks(tokens: int) -> dict[str, str]:
     """Return the peak of memory above the weights after so many tokens, in MiB, by policy."""
     peaks = ((r, r.measured(PeakMetrics)) for r in measured("smollm2-memory") if r.cell.options["tokens"] == tokens)
-    sizes = ((record.cell.policy, metrics, metrics.peak_bytes / 2**20) for record, metrics in peaks if metrics)
-    return {policy: f"{size:,.0f}" + "*" * bool(metrics.flags) for policy, metrics, size in sizes}
+    return {record.cell.policy: _flagged(f"{metrics.peak_bytes / 2**20:,.0f}", record) for record, metrics in peaks if metrics}
+
+
+def _flagged(figure: str, record: Record) -> str:
+    """Mark the figure of a flagged record with a star."""
+    return f"{figure}*" if record.metrics.flags else figure
 
 
 def steps_and_peaks() -> str:
@@ -370,14 +374,14 @@ def selected() -> str:
 
 def selected_facts() -> str:
     """Return right answers of SmolLM2, seen/unseen, if each query reads about 160 tokens, and if no more than 160 are kept."""
-    answers: dict[str, dict[str, dict[str, list[QuestionMetrics]]]] = {}
+    answers: dict[tuple[str, str, str], list[QuestionMetrics]] = {}  # by what is read, kind of fact and question; seeds together
     for record in measured("smollm2-questions"):
         metrics, kind = record.measured(QuestionMetrics), str(record.cell.options["tasks"]).removeprefix("kvbench_facts_")
         if metrics and record.cell.policy in _FACTS_SELECTED and record.cell.capacity in (None, FACTS_BUDGET):
-            answers.setdefault(_selects(record), {}).setdefault(kind, {}).setdefault(_question(record), []).append(metrics)
+            answers.setdefault((_selects(record), kind, _question(record)), []).append(metrics)
     rows = [
-        [policy, *("/".join(_share(of[kind][question]) for question in ("seen", "unseen")) for kind in _FACTS)]
-        for policy, of in answers.items()
+        [reads, *("/".join(_share(answers[reads, kind, question]) for question in ("seen", "unseen")) for kind in _FACTS)]
+        for reads in dict.fromkeys(reads for reads, _, _ in answers)
     ]
     rows.sort(key=lambda row: -sum(int(share) for cell in row[1:] for share in cell.split("/")))
     return _markdown(["seen/unseen, %", *_FACTS.values()], rows, "lrrr")

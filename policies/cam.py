@@ -45,8 +45,9 @@ class CaM(Merging):
 
     @property
     def _attention(self) -> Statistic:
-        steps = {"official": 1, "kvcache_factory": self.spread}
-        return RecentAttention(steps[self.variant]) if self.variant in steps else AttentionSum()
+        if self.variant == "kvpress":
+            return AttentionSum()
+        return RecentAttention(1 if self.variant == "official" else self.spread)
 
     def bind(self, capacity: int) -> Self:
         """Bind the policy inside and check `spread`."""
@@ -57,9 +58,9 @@ class CaM(Merging):
     def merge(self, view: CacheView, evicted: Evicted) -> Merged:
         """Add a part of each evicted value to the values of the kept tokens that follow it."""
         is_prompt = evicted.slots.shape[-1] == view.rank.shape[-1]
-        if self.variant == "kvcache_factory" and is_prompt:
-            return Merged(self._passed_on(view))
-        if self.variant == "kvcache_factory" or is_prompt:
+        if self.variant == "kvcache_factory":
+            return Merged(self._passed_on(view) if is_prompt else view.values)
+        if is_prompt:
             return Merged(view.values)
         received = view.state(self._attention).view(view.rank.shape)
         place = view.by_slot(view.by_rank(evicted.kept.long()).cumsum(-1)) - 1  # among kept tokens, of a kept one
@@ -76,7 +77,7 @@ class CaM(Merging):
         return Merged(view.values + added)
 
     def _passed_on(self, view: CacheView) -> Tensor:
-        """Values of a prompt after each token, oldest first, gave a part of its value to the next ones. [B, H, S, Dv].
+        """Values of a prompt, once each token in turn, oldest first, has given a part of its value to the next. [B, H, S, Dv].
 
         The first tenth of the prompt and its last `spread` tokens give nothing.
         """

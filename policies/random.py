@@ -1,4 +1,4 @@
-"""Random eviction. With `sinks: 4, window: half` it is the control: a policy that is not better gains nothing from its scores.
+"""Random eviction; with `sinks: 4, window: half`, the control that a policy should beat.
 
 Source: `keep_prompt` follows Random Attention, arXiv:2609.03430: keep the prompt, evict the rest uniformly.
 Differs: a prompt that exceeds the capacity is sampled, too.
@@ -45,6 +45,5 @@ class Random(Policy):
             importance = torch.where(view.position < view.prompt, importance, importance - 1)
         if self.sinks:
             importance = importance.masked_fill(view.position < self.sinks, inf)
-        if self.window == "half":
-            raise ValueError("window half needs a capacity: call bind first")
+        assert self.window != "half", "bind first"
         return importance.masked_fill(view.age < self.window, inf) if self.window else importance

@@ -126,6 +126,12 @@ def test_losses_are_to_recompute_and_never_to_a_dense_with_a_trend():
     assert question["dense_measured"]
 
 
+def test_the_bytes_of_a_dense_cache_that_was_not_measured_are_those_of_its_tokens():
+    shape = {"layers": 2, "heads": 1, "key_dim": 4, "value_dim": 4, "sliding_window": None}
+    (question,) = questions([edit(record("h2o"), facts={"kv_shapes": [shape]}, data={"tokens": 600})])
+    assert question.dense_bytes == 2 * (4 + 4) * 4 * 599, "the last token is not read; slots are allocated by 256"
+
+
 def test_without_a_reference_the_control_is_the_yardstick():
     (question,) = feeds.feed([r for r in of_budgets() if r.cell.policy in ("window", "random")])["questions"]
     losses = {row["policy"]: row["loss"] for row in question["budgets"][0]["rows"]}

@@ -35,6 +35,7 @@ from kvbench.lab.pretrain.text import pieces
         (("policy", "check", "h2o", "--set", "window=["), "--set window=[: '[' is not YAML"),
         (("run", "quickstart", "--policy", "{name: cake, gamma: .nan}"), "gamma: Input should be a finite number"),
         (("run", "quickstart", "--policy", "{name: cake, gamma: .inf}"), "gamma: Input should be a finite number"),
+        (("run", "quickstart", "--policy", "{name: random, window: haf}"), "valid integer or 'half', not 'haf'"),
         (("run", "quickstart", "--block", 10**20), "is not in the range"),
         (("probe", "builtin:sink_2", "--out", "t.json", "--dtype", "half"), "'half' is not one of"),
         (("which", "builtin:recall", "--budget", 96, "--minutes", "nan"), "nan: expected minutes, such as 30"),

@@ -162,8 +162,8 @@ def test_the_examples_of_every_kind_are_measured(written, capsys):
     records = json.loads(out)
     assert all(r["status"] == "ok" for r in records)
     evicting = {policy for policy in written if "EveryOther" not in policy}  # which selects
-    assert {r["cell"]["policy"] for r in records} == {"random", *evicting}
-    assert len(records) == 3 * (1 + 1 + 2 + 1)
+    assert {r["cell"]["policy"] for r in records} == {"dense", "random", *evicting}
+    assert len(records) == 1 + 3 * (1 + 1 + 2 + 1)
 
 
 LOST = {"value": "loss", "low": "low", "high": "high", "to_name": "reference"}

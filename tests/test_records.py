@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from factories import changed, record
+from factories import changed, edit, record
 
 from kvbench.harness.core.files import atomic_write, new_partial, put_in_place, remove_partials
 from kvbench.harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
 from kvbench.harness.report.markdown import md
+from kvbench.harness.report.pairing import past_training
 from kvbench.harness.report.sections import section
 
 pytestmark = pytest.mark.fast
@@ -203,6 +204,15 @@ def test_dense_beyond_its_training_length_has_a_trend_and_no_interval():
     page = section(record("dense", None, facts=facts), [record("h2o", facts=facts)]).text
     assert "(trend)" in next(line for line in page.splitlines() if line.startswith("| dense"))
     assert "| trend |" in next(line for line in page.splitlines() if line.startswith("| h2o"))
+
+
+@pytest.mark.parametrize(("tokens", "positions", "trend"), [(513, "stream", True), (512, "stream", False), (513, "cache", False)])
+def test_a_prompt_that_grows_beyond_the_training_length_has_a_trend_too(tokens, positions, trend):
+    """Renumbered, 500 tokens of the prompt of 508 are gone when the rest is read."""
+    cut = {"evict": "prompt", "positions": positions, "task": {"name": "perplexity", "stride": 1, "prompt": 508}}
+    made = edit(record("h2o", 8, facts={"training_length": 512}), cell=cut, data={"tokens": tokens})
+    assert past_training(made) == trend
+    assert not past_training(edit(made, cell={"evict": "step"}))
 
 
 def test_what_fails_half_way_changes_nothing(tmp_path):

@@ -349,7 +349,7 @@ def test_labels_and_titles_tell_a_policy_without_parameters_from_its_variants(tm
     cells = load(tmp_path, GOOD.partition("policies:")[0] + f"policies: {listed}")
     assert list(suites.labels(cells).values()) == ["random 32", "random 32, sinks 4", "random 32, sinks 4, window 16"]
     titles = short_titles([edit(record("random", 32), cell={"parameters": one}) for one in variants])
-    assert titles == ["random", "random (sinks 4)", "random (sinks 4, window 16)"]
+    assert titles == ["random", "random (sinks 4)", "random (sinks 4, window half)"]
 
 
 def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
@@ -358,8 +358,8 @@ def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
     as_json, counted = suites.Cell.as_json, []
     monkeypatch.setattr(suites.Cell, "as_json", lambda cell: (counted.append(cell), as_json(cell))[1])
     seen = []
-    telling_apart = cells_module.telling_apart
-    monkeypatch.setattr(cells_module, "telling_apart", lambda given: seen.extend(given) or telling_apart(given))
+    distinguishing_keys = cells_module.distinguishing_keys
+    monkeypatch.setattr(cells_module, "distinguishing_keys", lambda given: seen.extend(given) or distinguishing_keys(given))
     names = suites.labels(cells)
     assert len(set(names.values())) == len(cells) == 200
     assert len(counted) == len(cells)

@@ -173,7 +173,7 @@ def test_a_policy_that_leads_everywhere_is_the_answer():
     sentence, (finding,) = best_policy(text, "m", 8)
     assert sentence.startswith("m, 8 tokens: choose h2o: no policy has better quality (95 % confidence).")
     assert "No questions were measured" in sentence
-    assert finding.startswith("text: h2o is the best of 2 policies (95 % confidence). It has a perplexity 11 % [")
+    assert finding.startswith("text: h2o is the best of 2 policies (95 % confidence). h2o has a perplexity 11 % [")
 
 
 def test_where_none_leads_everywhere_each_has_its_own():

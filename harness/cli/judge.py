@@ -38,13 +38,14 @@ def compare(a: str, b: str, as_json: bool, markdown: bool, every: bool) -> None:
     """Compare the records B with the records A, metric by metric.
 
     A and B are each a record's file, a folder of records, or a git revision. B defaults to BENCH_RESULTS or ./results. Records
-    that read the same text are compared token by token, or question by question.
+    that read the same text are compared token by token, or question by question. Each interval is of one comparison, not
+    corrected for the number of pairs as on the pages.
 
     \b
     bench compare leaderboard/records
     bench compare HEAD~1 HEAD
     bench compare before/ after/ --markdown
-    bench compare results/.../h2o-*.json results/.../sink_window-*.json
+    bench compare one.json other.json
     """
     from kvbench.harness.report import compare as comparison
     from kvbench.harness.report.sources import open_records

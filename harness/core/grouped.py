@@ -17,7 +17,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
-def telling_apart(mappings: Sequence[Mapping[str, object]]) -> list[str]:
+def distinguishing_keys(mappings: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the keys that tell mappings apart. A missing key counts as None.
 
     A key is left out if its value follows from those of earlier keys, such as a window from the sinks.

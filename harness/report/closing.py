@@ -76,7 +76,7 @@ def _subject(records: Sequence[Record]) -> str:
     if read is not None:
         return words.text(read)
     evicts = "prompt" if any(r.cell.evicts == "prompt" for r in records) else ""
-    labels = (words.asked(r, evicts) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
+    labels = (words.task_and_question(r, evicts) if r.measures(QuestionMetrics) else r.cell.task.name for r in records)
     tasks = grouped((label.partition(", ") for label in dict.fromkeys(labels)), lambda parts: parts[1:])
     return "; ".join(f"{words.enumerated([name for name, *_ in same])}{comma}{manner}" for (comma, manner), same in tasks.items())
 
@@ -149,7 +149,7 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
         notes.append("–: no mean perplexity, because the text is longer than those of the model's training.")
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     if any(nll and row.nll and not math.isclose(nll, row.nll, rel_tol=1e-6) for nll, row in zip(nlls, policies, strict=True)):
-        notes.append("Perplexity in the table is over the tokens after the cache has filled.")
+        notes.append("Perplexity in the table is over whole runs of tokens, after the cache has filled.")
     if sum(head.startswith("right") for head in quality) > 1:
         notes.append("K/V is the largest of the tasks'; a share of dense's bytes is that of one task.")
     elif any(r.measures(PeakMetrics) for r in records) and any(r.measures(QuestionMetrics) for r in records):
@@ -256,13 +256,14 @@ def _longer_text(records: Sequence[Record]) -> str:
         return ""
     if record.cell.suite == WHICH:
         return "a larger --minutes"
-    if metrics.stream_tokens is None:
+    stream_tokens = metrics.stream_tokens or (record.data.tokens if record.cell.options.get("prompt") else None)
+    if stream_tokens is None:
         needed = MIN_BLOCKS * max(MIN_BLOCK_TOKENS, 2 * capacity) + capacity + _TOKENS_BEYOND
         tokens = _TOKENS_STEP * math.ceil(needed / _TOKENS_STEP)
         setting = f"--set tokens={tokens}"
     else:
-        streams = max(MIN_BLOCKS, record.data.tokens // metrics.stream_tokens)
-        tokens = streams * max(metrics.stream_tokens, 2 * capacity + _TOKENS_BEYOND)
+        streams = max(MIN_BLOCKS, record.data.tokens // stream_tokens)
+        tokens = streams * max(stream_tokens, 2 * capacity + _TOKENS_BEYOND)
         setting = f"--set streams={streams} --set tokens={tokens}"
     seconds = sum(r.facts.seconds or 0.0 for r, _ in scored) * tokens / max(1, record.data.tokens)
     return f"{setting}, {duration(seconds)}"

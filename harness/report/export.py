@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
-from kvbench.harness.core.grouped import grouped
+from kvbench.harness.core.grouped import distinguishing_keys, grouped
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Problem, Record, RecordStore, newest
 from kvbench.harness.report.pairing import common_tokens, on_common, question
@@ -87,13 +87,12 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _task_names(records: Sequence[Record]) -> list[str]:
-    """Return names of tasks, with the options in which records of one task differ."""
+    """Return names of tasks, with the options that tell records of one task apart."""
     names = []
     for record in records:
         name, options = record.cell.task.name, record.cell.as_json()["task"]
-        rivals = [r.cell.as_json()["task"] for r in records if r.cell.task.name == name]
-        varying = [k for k in options if k != "name" and len({repr(rival.get(k)) for rival in rivals}) > 1]
-        names.append(" ".join([name, *(f"{k} {options[k]}" for k in varying)]))
+        keys = distinguishing_keys([r.cell.as_json()["task"] for r in records if r.cell.task.name == name])
+        names.append(" ".join([name, *(f"{k} {options[k]}" for k in keys if k in options)]))
     return names
 
 

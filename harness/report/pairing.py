@@ -40,10 +40,17 @@ def task_version(record: Record) -> list[str]:
 
 
 def past_training(record: Record) -> bool:
-    """Whether an unbounded cache was read past the model's training length, so that its NLL has a trend."""
-    length, metrics = record.facts.training_length, record.measured(NllMetrics)
+    """Whether a cache that grows was read past the model's training length, so that its NLL has a trend.
+
+    Dense grows, and so does a prompt after its cut, whose tokens are renumbered with `cache` positions.
+    """
+    cell, length, metrics = record.cell, record.facts.training_length, record.measured(NllMetrics)
     tokens = record.data.tokens if metrics is None else metrics.stream_tokens or record.data.tokens
-    return record.cell.capacity is None and length is not None and tokens > length
+    if cell.capacity is not None and (metrics is None or cell.evict != "prompt"):
+        return False
+    if cell.capacity is not None and cell.positions == "cache":
+        tokens -= max(0, int(cell.options.get("prompt") or 0) - cell.capacity)
+    return length is not None and tokens > length
 
 
 def perplexity(record: Record) -> Interval | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvbench.harness.core.grouped import grouped, telling_apart
+from kvbench.harness.core.grouped import distinguishing_keys, grouped
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
@@ -28,10 +28,12 @@ def short_names(policies: Sequence[Row]) -> list[str]:
     names, formats = [], {row.cell.stored for row in policies}
     for row in policies:
         rivals = [r for r in policies if r.cell.policy == row.cell.policy]
-        told = telling_apart([{"capacity": r.cell.capacity} | _settings(r) for r in rivals])
+        distinguishing = distinguishing_keys([{"capacity": r.cell.capacity} | _settings(r) for r in rivals])
         settings = _settings(row)
         kept = [
-            key for key in dict.fromkeys([*(_CONTROL_KEEPS if row.cell.policy == CONTROL else ()), *told]) if key != "capacity"
+            key
+            for key in dict.fromkeys([*(_CONTROL_KEEPS if row.cell.policy == CONTROL else ()), *distinguishing])
+            if key != "capacity"
         ]
         is_axis = row.cell.codec is not None or not row.cell.stored  # a third-party cache's format follows from its parameters
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
@@ -46,7 +48,7 @@ def short_titles(records: Sequence[Record]) -> list[str]:
 
 
 def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
-    """Whether a setting varies with the capacity, such as half the capacity, while any rivals share a constant such as 0."""
+    """Whether a setting varies with the capacity, such as half the capacity, while its rivals share a constant such as 0."""
     values: dict[int | None, set[str]] = {}
     for r in policies:
         if r.cell.policy == row.cell.policy:
@@ -54,7 +56,7 @@ def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
     shared = set.intersection(*values.values())
     alone = [group - shared for group in values.values()]
     own = {repr(_settings(row).get(key))} - shared
-    return bool(own) and all(len(group) == 1 for group in alone) and len(set.union(*alone)) > 1
+    return bool(shared and own) and all(len(group) == 1 for group in alone) and len(set.union(*alone)) > 1
 
 
 def without_folder(name: str) -> str:
@@ -64,8 +66,10 @@ def without_folder(name: str) -> str:
 
 
 def _settings(row: Row) -> dict[str, object]:
-    """Return all settings in which two rows of one policy and capacity can differ."""
-    return {**row.cell.settings, **axes(row.cell), "kv": row.cell.stored or None}
+    """Return all settings in which two rows of one policy and capacity can differ. The control's window may be "half"."""
+    cell = row.cell
+    halved = cell.policy == CONTROL and cell.capacity is not None and cell.settings.get("window") == cell.capacity // 2
+    return {**cell.settings, **({"window": "half"} if halved else {}), **axes(cell), "kv": cell.stored or None}
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,14 @@ def _from_trace(record: Record, trace: TraceFile) -> Recomputed:
     yield from ((name, value, _TOLERANCES.get(name, 0.0)) for name, value in task_of(record).from_trace(record, trace).items())
 
 
-def kv_bytes(record: Record) -> int | None:
-    """Return the bytes of K and V, from the shapes of the model's layers; None if the record lacks them.
+def kv_bytes(record: Record, held: bool = False) -> int | None:
+    """Return the bytes allocated for K and V, from the shapes of the model's layers; None if the record lacks them.
 
     A bounded cache has one slot more than its capacity. An unbounded cache has whole buckets of slots for the tokens it read.
     A sliding-window layer keeps no more than its window. If a prompt was cut, or budgets differ, the number of slots is unknown.
+
+    Args:
+        held: count only the slots of an unbounded cache that hold a token.
     """
     cell, shapes, codec = record.cell, record.facts.kv_shapes, record.cell.codec
     if record.facts.budgets or record.facts.code:  # heads hold different numbers of tokens, or only its code knows how many
@@ -109,7 +112,7 @@ def kv_bytes(record: Record) -> int | None:
     if shapes is None or item is None or tokens is None:
         return None
     whole_buckets = max(1, -(-tokens // _BUCKET_SLOTS)) * _BUCKET_SLOTS
-    slots = tokens + 1 if cell.capacity is not None else whole_buckets
+    slots = tokens + 1 if cell.capacity is not None else tokens if held else whole_buckets
     spare = at_once(cell.moment) - 1
     total = 0
     for s in shapes:

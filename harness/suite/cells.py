@@ -19,7 +19,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.evict import Evict, at_once, evict_as_json, evict_words
-from kvbench.harness.core.grouped import telling_apart
+from kvbench.harness.core.grouped import distinguishing_keys
 from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.core.workload import Workload
@@ -129,9 +129,9 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
     for place, cell in enumerate(cells):
         tasks[cell.task.name].append(place)
         rivals[cell.name, cell.capacity].append(place)
-    options = {name: telling_apart([specs[place]["task"] for place in group]) for name, group in tasks.items()}
+    options = {name: distinguishing_keys([specs[place]["task"] for place in group]) for name, group in tasks.items()}
     shown = [flat(spec["parameters"]) for spec in specs]
-    parameters = {key: telling_apart([shown[place] for place in group]) for key, group in rivals.items()}
+    parameters = {key: distinguishing_keys([shown[place] for place in group]) for key, group in rivals.items()}
     several_models = len({cell.model.id for cell in cells}) > 1
     names = {}
     for cell, spec, values in zip(cells, specs, shown, strict=True):

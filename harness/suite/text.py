@@ -125,8 +125,11 @@ def validated(kind: type[M], value: Any, source: Source, location: Location) -> 
             raise source.error((*location, *place), f"'{'.'.join(map(str, first['loc']))}' is missing") from None
         if first["type"] == "value_error" and not first["loc"]:  # a model's own message, about several keys
             raise source.error(location, first["msg"].removeprefix("Value error, ")) from None
-        got = repr(first["input"])
-        raise source.error((*location, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
+        words = [
+            e["ctx"]["expected"] for e in error.errors()[1:] if e["type"] == "literal_error" and e["loc"][:1] == first["loc"][:1]
+        ]
+        expected = " or ".join([first["msg"], *words])
+        raise source.error((*location, *place), f"{name}: {expected}, not {first['input']!r:.60}") from None
     for place, given in _booleans_as_numbers(value, part):
         raise source.error((*location, *place), f"{'.'.join(map(str, place))}: expected a number, not {str(given).lower()}")
     return part

@@ -134,5 +134,5 @@ def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
         "rows": shown,
         "pairs": [x and [float(f"{end:.4g}") for end in (x.mean, x.low, x.high) if end is not None] for x in changes],
         "finding": sentence,
-        "answer": f"At {size(capacity)}, {words.answered(question)}: {sentence}",
+        "answer": f"At {size(capacity)}, {words.scope(question)}: {sentence}",
     }

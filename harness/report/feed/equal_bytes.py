@@ -125,7 +125,7 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
         "bytes": int(size),
         "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
         "finding": sentence,
-        "answer": f"At 1/{share.denominator} of dense's bytes, {words.answered(question)}, in any format: {sentence}",
+        "answer": f"At 1/{share.denominator} of dense's bytes, {words.scope(question)}, in any format: {sentence}",
     }
 
 

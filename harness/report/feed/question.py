@@ -149,7 +149,7 @@ class Question:
             return self.dense.kv_bytes
         cell = self.first.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step", "kv": None})
         facts = self.first.facts.model_copy(update={"method": None, "budgets": None})
-        return kv_bytes(replace(self.first, cell=cell, facts=facts))
+        return kv_bytes(replace(self.first, cell=cell, facts=facts), held=True)
 
     @cached_property
     def changes(self) -> dict[Pair, Interval]:

@@ -78,12 +78,12 @@ def about(question: Question) -> str:
 
 def subject(question: Question) -> str:
     """Return a short description of the text or task."""
-    description = text(question.first) if question.measure == "perplexity" else asked(question.first, question.evicts)
+    description = text(question.first) if question.measure == "perplexity" else task_and_question(question.first, question.evicts)
     description = f"{description}, {question.positions} positions" if question.positions else description
     return f"{description}, K and V as {question.stored}" if question.stored else description
 
 
-def answered(question: Question) -> str:
+def scope(question: Question) -> str:
     """Describe what an answer holds for: model, text or task, and time of eviction."""
     return f"{model_name(question.first)}, {subject(question)}, evicting {evicting(question.evicts)}"
 
@@ -116,8 +116,8 @@ def task(record: Record) -> str:
     return visible(", ".join([name.removeprefix("kvbench_"), *extra]))
 
 
-def asked(record: Record, evicts: str) -> str:
-    """Return `task`. A prompt that is cut at its end has the question in it by default."""
+def task_and_question(record: Record, evicts: str) -> str:
+    """Return the name of a record's task, and whether the policy saw the question, as it does by default if a prompt is cut."""
     seen = "question" in record.cell.task.never_pooled_over and evicts == "prompt" and not record.cell.options.get("question")
     return task(record) + (", question seen" if seen else "")
 
@@ -173,28 +173,26 @@ def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str
     if not judged:
         return "Nothing was measured."
     lead, price = _leaders(judged, measure, beaten), _price(judged[0], measure)
-    whose = judged[0]["name"] if lead.endswith("equal.") else "It"
-    return f"{lead} {whose} {price}." if price else lead
+    return f"{lead} {judged[0]['name']} {price}." if price else lead
 
 
 def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
     """Name the first policy, and the policies over which its lead is within the noise."""
-    best, leads = rows[0], "has the lowest perplexity" if measure == "perplexity" else "has the most right answers"
+    best, first = rows[0], "the lowest perplexity" if measure == "perplexity" else "the most right answers"
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
     if best["rank"] is None:
         short = "the text is too short" if measure == "perplexity" else "there are too few streams"
-        return f"{best['name']} {leads}, but {short} to rank policies."
+        return f"{best['name']} has {first}, but {short} to rank policies."
     rivals = [row["name"] for row in rows[1:] if row["id"] not in beaten]
     equal = [row["name"] for row in rows[1:] if _figure(row, measure) == _figure(best, measure)]
     if len(equal) == len(rivals) > 0:
-        several = f"{best['name']} and {_some(equal, len(rows))} {leads.replace('has', 'have', 1)}"
-        return f"{several} of {len(rows)} policies: they are equal."
+        return f"{best['name']} and {_some(equal, len(rows))} have {first} of {len(rows)} policies: they are equal."
     if not rivals:
         return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
     as_many = f", as {'have' if len(equal) > 1 else 'has'} {_some(equal, len(rows))}" if equal else ""
     behind = _some([name for name in rivals if name not in equal], len(rows))
-    return f"{best['name']} {leads} of {len(rows)} policies{as_many}; its lead over {behind} is within the noise."
+    return f"{best['name']} has {first} of {len(rows)} policies{as_many}; its lead over {behind} is within the noise."
 
 
 def _some(names: Sequence[str], policies: int) -> str:

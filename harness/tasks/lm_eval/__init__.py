@@ -152,7 +152,9 @@ def _column(record: Record) -> str:
 
 def _score(record: Record) -> str:
     metrics = record.measured(LmEvalMetrics)
-    return status(record) if metrics is None else metrics.figure
+    if metrics is None:
+        return status(record)
+    return metrics.figure + ("" if metrics.contained is None else f" ({100 * metrics.contained:.1f})")
 
 
 def _passes(records: Sequence[Record]) -> list[str]:

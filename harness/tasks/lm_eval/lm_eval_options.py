@@ -137,15 +137,14 @@ class LmEvalMetrics(ScoreMetrics):
 
     def headline(self) -> str:
         """Return the score and the number of questions."""
-        return f"{self.metric} {self.figure.partition(' (')[0]} of {self.questions}"
+        return f"{self.metric} {self.figure} of {self.questions}"
 
     @property
     def figure(self) -> str:
         """Score in percent with its standard error; for log-likelihoods, perplexity per word or byte."""
         parts = [self.score] + ([] if self.stderr is None else [self.stderr])
-        lenient = "" if self.contained is None else f" ({100 * self.contained:.1f})"
         if self.weights is None:
-            return " ± ".join(f"{100 * part:.1f}" for part in parts) + lenient
+            return " ± ".join(f"{100 * part:.1f}" for part in parts)
         perplexity = math.exp(min(-self.score, 700.0))
         return " ± ".join(digits(part, 3) for part in [perplexity, *(perplexity * part for part in parts[1:])])
 
