@@ -13,6 +13,7 @@ from factories import changed, edit, record
 
 from kvbench.harness.core.files import atomic_write, new_partial, put_in_place, remove_partials
 from kvbench.harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
+from kvbench.harness.report.feed import feed
 from kvbench.harness.report.markdown import md
 from kvbench.harness.report.pairing import past_training
 from kvbench.harness.report.sections import section
@@ -212,6 +213,8 @@ def test_a_prompt_that_grows_beyond_the_training_length_has_a_trend_too(tokens, 
     cut = {"evict": "prompt", "positions": positions, "task": {"name": "perplexity", "stride": 1, "prompt": 508}}
     made = edit(record("h2o", 8, facts={"training_length": 512}), cell=cut, data={"tokens": tokens})
     assert past_training(made) == trend
+    (question,) = feed([made, changed(made, cell={"policy": "window"})])["questions"]
+    assert ("too long for the model's training" in question["budgets"][0]["finding"]) == trend
     assert not past_training(edit(made, cell={"evict": "step"}))
 
 

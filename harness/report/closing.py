@@ -148,7 +148,8 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
     if "–" in quality["perplexity"]:
         notes.append("–: no mean perplexity, because the text is longer than those of the model's training.")
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
-    if any(nll and row.nll and not math.isclose(nll, row.nll, rel_tol=1e-6) for nll, row in zip(nlls, policies, strict=True)):
+    shown = [(nll, row.nll) for nll, row, cell in zip(nlls, policies, quality["perplexity"], strict=True) if cell != "–"]
+    if any(nll and whole and not math.isclose(nll, whole, rel_tol=1e-6) for nll, whole in shown):
         notes.append("Perplexity in the table is over whole runs of tokens, after the cache has filled.")
     if sum(head.startswith("right") for head in quality) > 1:
         notes.append("K/V is the largest of the tasks'; a share of dense's bytes is that of one task.")

@@ -157,6 +157,14 @@ class Question:
         groups = [pair_changes(self.at(capacity), self.comparison) for capacity in self.capacities]
         return {pair: change for changes in groups for pair, change in changes.items()}
 
+    @property
+    def unranked(self) -> str:
+        """Reason that caches without a rank have none."""
+        if self.measure == "answers":
+            return "there are too few streams"
+        grown = any(row.perplexity is not None and past_training(row.perplexity) for row in self.caches)
+        return "the text is too long for the model's training" if grown else "the text is too short"
+
     def ranks(self, capacity: int | None) -> dict[str, Rank | None]:
         """Return the ranks of the caches of a capacity that have a figure, by the rows' ids."""
         return ranks([row.id for row in self.at(capacity) if self.figure(row) is not None], self.changes)

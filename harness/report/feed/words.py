@@ -161,29 +161,29 @@ def size(capacity: int | None) -> str:
     return f"{capacity:,} tokens" if capacity is not None else "no fixed capacity"
 
 
-def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
+def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str], unranked: str) -> str:
     """Describe the best policy at a budget, its loss and its savings.
 
     Args:
         rows: rows of the feed, in their order.
         measure: "perplexity" or "answers".
         beaten: ids of the rows that the first row is shown to beat.
+        unranked: reason that rows without a rank have none.
     """
     judged = [row for row in rows if (row["answers"] if measure == "answers" else row["perplexity"] is not None)]
     if not judged:
         return "Nothing was measured."
-    lead, price = _leaders(judged, measure, beaten), _price(judged[0], measure)
+    lead, price = _leaders(judged, measure, beaten, unranked), _price(judged[0], measure)
     return f"{lead} {judged[0]['name']} {price}." if price else lead
 
 
-def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str]) -> str:
+def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str], unranked: str) -> str:
     """Name the first policy, and the policies over which its lead is within the noise."""
     best, first = rows[0], "the lowest perplexity" if measure == "perplexity" else "the most right answers"
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
     if best["rank"] is None:
-        short = "the text is too short" if measure == "perplexity" else "there are too few streams"
-        return f"{best['name']} has {first}, but {short} to rank policies."
+        return f"{best['name']} has {first}, but {unranked} to rank policies."
     rivals = [row["name"] for row in rows[1:] if row["id"] not in beaten]
     equal = [row["name"] for row in rows[1:] if _figure(row, measure) == _figure(best, measure)]
     if len(equal) == len(rivals) > 0:
