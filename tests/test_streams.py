@@ -30,9 +30,9 @@ def text_of(length: int, prefix: int) -> TokenStream:
     return TokenStream(ids, prefix, np.ones(len(ids), np.int64), (("a", prefix),), "random", "0")
 
 
-def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1, prompt=None, evict=1, block=20):
+def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1, prompt=None, evict=1, block=20, **more):
     trace = tmp_path / f"{len(text.ids)}-{streams}.npy"
-    options = PerplexityOptions(tokens=text.tokens, streams=streams, stride=stride, prompt=prompt)
+    options = PerplexityOptions(tokens=text.tokens, streams=streams, stride=stride, prompt=prompt, **more)
     config = CacheConfig(policy, 12 if policy.evicts else None, evict=evict)
     job = Job(model_of("llama"), config, text, block, EAGER, trace, lambda *a: None)
     return Perplexity.run(options, job).as_json(), np.load(trace)
@@ -55,6 +55,12 @@ def test_each_stream_is_read_as_it_would_be_alone(policy, prefix, tmp_path):
         part = TokenStream(ids, prefix, np.ones(len(ids), np.int64), (("a", prefix),), "random", "0")
         _, alone = measured(part, policy, tmp_path)
         np.testing.assert_allclose(nll[prefix + 66 * b : prefix + 66 * (b + 1)], alone[prefix:], atol=1e-4)
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+def test_what_a_fact_costs_is_not_counted_across_streams(streams, tmp_path):
+    metrics, _ = measured(text_of(2000, 1), SinkWindow(2), tmp_path, streams=streams, data="prose")
+    assert bool(metrics.get("facts")) == (streams is None)
 
 
 def test_recompute_scores_the_same_tokens_of_every_stream(tmp_path):

@@ -53,7 +53,7 @@ def _figures(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> 
     )
     figures["bytes"] = int(byte_counts[np.isfinite(nll)].sum())  # bytes of the scored tokens' text
     figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
-    if options.data == "prose":
+    if options.data == "prose" and "stream_tokens" not in figures:  # a stream does not know what another one told
         figures["facts"] = fact_costs(nll, byte_counts, options.data_seed or 0)
     return figures
 
