@@ -10,7 +10,7 @@ import pytest
 from conftest import bench
 from factories import cell_record, changed, edit, record
 
-from kvbench.harness.records import RecordStore
+from kvbench.harness.records import RecordStore, read
 from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.report.compare import differences, judge_all, markdown, token_differences
 from kvbench.harness.report.pairing import judge_interval
@@ -202,9 +202,11 @@ def test_a_comment_has_what_changed_and_no_markup_of_a_record(folders, capsys):
     assert markdown([], "a", "b").count("Nothing changed") == 1
 
 
-def test_two_files_are_compared_whatever_they_are_of(folders, capsys):
-    h2o, window = (next((folders / "before").rglob(f"{p}-*.json")) for p in ("h2o", "window"))
-    code, out, _ = bench(capsys, "compare", h2o, window)
+@pytest.mark.parametrize("name", ["file", "cell id"])
+def test_two_cells_are_compared_whatever_they_are_of(folders, capsys, name):
+    cells = [next((folders / "before").rglob(f"{p}-*.json")) for p in ("h2o", "window")]
+    cells = cells if name == "file" else [read(path).cell_id[:8] for path in cells]
+    code, out, _ = bench(capsys, "compare", *cells, "--results", folders / "before")
     assert code == 0
     assert "h2o at 8 -> window at 8" in out
 

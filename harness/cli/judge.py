@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, report_skipped
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, report_skipped, results_option
 from kvbench.harness.cli.rerun import cells_of_baseline, portable, request_from_baseline, with_groups
 from kvbench.harness.cli.run import suite_options
 from kvbench.harness.core.errors import RefusedModelError, UserError
@@ -31,26 +31,31 @@ _MIN_MERGED_ROWS = 4
 @click.command()
 @click.argument("a", type=FILLED)
 @click.argument("b", default=RESULTS, envvar=RESULTS_VARIABLE, type=FILLED)
+@results_option
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 @click.option("--markdown", is_flag=True, help="Print as Markdown, for a comment on a pull request.")
 @click.option("--all", "every", is_flag=True, help="Also show unchanged figures on a terminal; a pipe always gets them.")
-def compare(a: str, b: str, as_json: bool, markdown: bool, every: bool) -> None:
+def compare(a: str, b: str, results: str, as_json: bool, markdown: bool, every: bool) -> None:
     """Compare the records B with the records A, metric by metric.
 
-    A and B are each a record's file, a folder of records, or a git revision. B defaults to BENCH_RESULTS or ./results. Records
-    that read the same text are compared token by token, or question by question. Each interval is of one comparison, not
-    corrected for the number of pairs as on the pages.
+    A and B are each a record's file, the beginning of a cell id, a folder of records, or a git revision. B defaults to
+    BENCH_RESULTS or ./results. Records that read the same text are compared token by token, or question by question. Each
+    interval is of one comparison, not corrected for the number of pairs as on the pages.
 
     \b
     bench compare leaderboard/records
     bench compare HEAD~1 HEAD
     bench compare before/ after/ --markdown
-    bench compare one.json other.json
+    bench compare 128d93c6 1a2d4db3
     """
     from kvbench.harness.report import compare as comparison
     from kvbench.harness.report.sources import open_records
 
-    with open_records(a, report_skipped) as (first, folder_a), open_records(b, report_skipped) as (second, folder_b):
+    where = Path(results)
+    with (
+        open_records(a, report_skipped, where) as (first, folder_a),
+        open_records(b, report_skipped, where) as (second, folder_b),
+    ):
         judged = comparison.judge_all((first, folder_a), (second, folder_b))
     if not judged:
         raise UserError(f"{a} ({len(first)} records) and {b} ({len(second)} records) have no cell in common")

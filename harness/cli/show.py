@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from kvbench.harness.cli.output import FILLED, results_option
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import writable
-
-if TYPE_CHECKING:
-    from kvbench.harness.records import Record
 
 
 @click.group()
@@ -50,8 +44,9 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
     bench show kept 128d93c6 --replay h2o.pt
     """
     from kvbench.harness.report import chart, keep_map
+    from kvbench.harness.report.sources import find_record
 
-    given, folder = _found(record, Path(results))
+    given, folder = find_record(record, Path(results))
     path = keep_map.map_file(given, folder)
     if as_json:
         click.echo(json.dumps(keep_map.rows(path)))
@@ -90,8 +85,9 @@ def attention(record: str, results: str, out: str | None, head: int | None, laye
     """
     from kvbench.harness.report import chart
     from kvbench.harness.report.logit_maps import logits_in, maps
+    from kvbench.harness.report.sources import find_record
 
-    given, folder = _found(record, Path(results))
+    given, folder = find_record(record, Path(results))
     logits = logits_in(given, folder, head, layers)
     of_heads = "mean of all heads" if head is None else f"head {head}"
     target = folder / f"{given.stem}.attention.png" if out is None else Path(out)
@@ -120,8 +116,9 @@ def table(record: str, results: str, out: str | None) -> None:
     from kvbench.harness.core.files import atomic_write
     from kvbench.harness.records import RecordStore
     from kvbench.harness.report import chart, sections
+    from kvbench.harness.report.sources import find_record
 
-    given, _ = _found(record, Path(results))
+    given, _ = find_record(record, Path(results))
     page = sections.section(given, RecordStore(Path(results)).read_all()[0])
     if out is None:
         click.echo("\n".join(line for line in page.text.splitlines() if not line.startswith("<picture>")))
@@ -130,24 +127,3 @@ def table(record: str, results: str, out: str | None) -> None:
     with atomic_write(Path(out)) as file:
         file.write(page.text)
     click.echo(out)
-
-
-def _found(name: str, results: Path) -> tuple[Record, Path]:
-    """Return the record with this file or cell id, the newest of a cell, and the folder of its file.
-
-    Raises:
-        UserError: no record matches, or several cells have ids that begin with `name`.
-    """
-    from kvbench.harness.records import Problem, Record, RecordStore, newest, read
-
-    if not re.fullmatch("[0-9a-f]{8,64}", name) or Path(name).exists():
-        record = read(Path(name))
-        if isinstance(record, Problem):
-            raise UserError(f"{name}: {record.reason}")
-        return record, Path(name).parent
-    files = [(path, r) for path, r in RecordStore(results).files() if isinstance(r, Record) and r.cell_id.startswith(name)]
-    matches = newest([r for _, r in files])
-    if len(matches) != 1:
-        count = "no record has a cell id that begins" if not matches else f"{len(matches)} cell ids begin"
-        raise UserError(f"{name}: in {results}, {count} like this")
-    return matches[0], next(path.parent for path, r in files if r is matches[0])

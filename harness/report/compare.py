@@ -151,6 +151,8 @@ def nll(a: Record, b: Record, traces: Traces = (None, None)) -> Difference | Non
         return Difference.judged("nll", x, y, None, None, mark, "different tokens, or a trend past the training length")
     off = token_differences(traces) if a.cell_id == b.cell_id else None
     reasons = ["the text is too short for an interval"] if interval.low is None else []
+    if not math.isclose(y - x, interval.mean, rel_tol=1e-3, abs_tol=1e-6):
+        reasons.append("change over the tokens that both scored after the caches filled")
     reasons += [f"largest difference of a token: {off.max(initial=0.0):.2g}"] if off is not None else []
     return Difference.judged("nll", x, y, interval.mean, interval.ends, mark, "; ".join(reasons))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import itertools
+import re
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -17,25 +18,30 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Problem, Record, RecordStore, newest, published, read
 from kvbench.harness.records.beside import TraceFile, open_trace
 
+_CELL_ID = "[0-9a-f]{8,64}"  # or its beginning
 _DEFAULT_FOLDER = "leaderboard/records"  # default folder in a revision
 
 
 @contextmanager
-def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
+def open_records(
+    source: str, on_problem: Callable[[Problem], None] = lambda _: None, results: Path | None = None
+) -> Iterator[tuple[list[Record], Path]]:
     """Open the newest record of every cell of a source. Yield the records and their folder, which exists inside the context.
 
     Args:
-        source: file of a record, or a source of `open_folder`.
+        source: file of a record, or a source of `open_folder`; with `results`, also the beginning of a cell id.
         on_problem: called with every file that can't be read as a record.
+        results: folder in which a cell id is looked for.
 
     Raises:
         UserError: the source has no records.
     """
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix != published.JSONL:
-        record = read(path)
-        if isinstance(record, Problem):
-            raise UserError(f"{source}: {record.reason}")
+    if results is not None and results.exists() and _cells(source, results):
+        record, folder = find_record(source, results)
+        yield [record], folder
+    elif path.is_file() and path.suffix != published.JSONL:
+        record = _read(path)
         yield [record], path.parent
     else:
         with open_folder(source) as folder:
@@ -45,6 +51,46 @@ def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: 
             if not records:
                 raise UserError(f"{source}: contains no records")
             yield newest(records), folder
+
+
+def find_record(name: str, results: Path) -> tuple[Record, Path]:
+    """Return the record with this file or cell id, the newest of a cell, and the folder of its file.
+
+    Args:
+        name: file of a record, or the beginning of a cell id, of at least 8 digits.
+        results: folder in which a cell id is looked for.
+
+    Raises:
+        UserError: no record matches, or several cells have ids that begin with `name`.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or not re.fullmatch(_CELL_ID, name):
+        return _read(path), path.parent
+    files = _cells(name, results)
+    matches = newest([record for _, record in files])
+    if len(matches) != 1:
+        count = "no record has a cell id that begins" if not matches else f"{len(matches)} cell ids begin"
+        raise UserError(f"{name}: in {results}, {count} like this")
+    return matches[0], next(path.parent for path, record in files if record is matches[0])
+
+
+def _cells(name: str, results: Path) -> list[tuple[Path, Record]]:
+    """Return the records whose cell ids begin with `name`; none if it is the name of a file, or can't begin an id."""
+    if Path(name).exists() or not re.fullmatch(_CELL_ID, name):
+        return []
+    return [(path, r) for path, r in RecordStore(results).files() if isinstance(r, Record) and r.cell_id.startswith(name)]
+
+
+def _read(path: Path) -> Record:
+    """Read a record.
+
+    Raises:
+        UserError: the file is none.
+    """
+    record = read(path)
+    if isinstance(record, Problem):
+        raise UserError(f"{path}: {record.reason}")
+    return record
 
 
 @contextmanager
