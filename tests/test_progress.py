@@ -119,7 +119,7 @@ def test_an_empty_argument_is_a_mistake(command, tmp_path):
 def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, asked, monkeypatch):
     first = bench(*asked, cwd=tmp_path)
     head, *rows = (line.split("\t") for line in first.stdout.splitlines())
-    assert head == ["policy", "capacity", "figure", "kv_bytes", "tokens/s", "status", "cell"]
+    assert head == ["policy", "capacity", "figure", "K/V bytes", "tokens/s", "status", "cell"]
     assert len(rows) == 2
     assert re.search(r"^\[1/2\] dense: perplexity", first.stderr, re.M)
     assert re.search(r"^window +\S+ +16.5 KiB  ok$", first.stderr, re.M)

@@ -103,7 +103,8 @@ def run(
     SUITE is a file, the name of a suite that comes with the project, or the cell id of a record.
 
     Cells that have a record are skipped. A run ends with a table, one row per policy. If stdout is piped, it gets one row per
-    cell, tab-separated or as JSON, and the table goes to stderr. With 2>&1, only the table is printed.
+    cell, tab-separated or as JSON, and the table goes to stderr. With 2>&1, only the table is printed. A row's perplexity is over
+    the whole text, the table's over the tokens after the cache has filled.
 
     \b
     bench run quickstart

@@ -64,9 +64,10 @@ def load_records(folder: str | Path, *, all_versions: bool = False) -> Records:
 
 
 def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return one row per record, over the tokens that all records of its question scored.
+    """Return one row per record. A figure of a text is over the whole text, as far as all records of its question read it.
 
-    Models, tasks, options and parameters are shown where records differ in them.
+    Bytes are those of the tables: held, where a cache grows. Models, tasks, options and parameters are shown where records
+    differ in them.
     """
     models, by_question = {r.cell.model.id for r in records}, grouped(records, question)
     tasks = _task_names(records)
@@ -77,7 +78,7 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "policy": policy,
             "capacity": r.cell.capacity,
             "figure": headline(on_common(r, common_tokens(by_question[question(r)])) or r),
-            "kv_bytes": Row([r]).kv_bytes,  # as in the tables: held, where a cache grows
+            "K/V bytes": Row([r]).kv_bytes,
             "tokens/s": None if r.facts.tokens_per_second is None else round(r.facts.tokens_per_second),
             "status": f"{r.status}: {r.error.kind}" if r.error else "flagged" if r.metrics.flags else r.status,
             "cell": r.cell_id[:8],

@@ -14,7 +14,7 @@ from kvbench.harness.records import Record, newest
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, StepMetrics
 from kvbench.harness.report.chart import Chart, Page, channel, curves, file_name, make_visible, page
 from kvbench.harness.report.markdown import md, model_name, number, rows_table
-from kvbench.harness.report.pairing import question, strided, task_version
+from kvbench.harness.report.pairing import past_training, question, strided, task_version
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_report import plain, task_of, titles_of
 
@@ -85,7 +85,11 @@ def headline(record: Record) -> str:
         return ""
     words, figures = record.metrics.headline(), plain(record)
     first = next((name for name in titles_of(record) or figures if name in figures), None)
-    return words + strided(record) if words or first is None else f"{first} {number(figures[first])}"
+    if first is not None and not words:
+        return f"{first} {number(figures[first])}"
+    return (
+        words + strided(record) + (" (past the training length)" if record.measured(NllMetrics) and past_training(record) else "")
+    )
 
 
 def section_key(record: Record) -> str:
