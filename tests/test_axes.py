@@ -351,6 +351,7 @@ def test_a_recorded_cell_with_a_policy_inside_is_measured_again_unless_a_file_de
     spec = CellSpec.from_json(replace(cell, policy=Around(inside)).as_json())
     with pytest.raises(UserError, match="the policy mine.py:Holds is defined in a user's file"):
         suites.cell_from_spec(spec)
+    assert suites.cell_from_spec(spec, trusted=["mine.py:Holds"]).policy == Around(inside).bind(16)
 
 
 def test_a_parameter_added_since_is_left_out_while_it_has_its_default():

@@ -314,7 +314,7 @@ def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"policy": "mine.py:Mine"}, "run its suite"),
+        ({"policy": "mine.py:Mine"}, "add --policy mine.py:Mine"),
         ({"policy": "gone"}, "this version can't run"),
         ({"parameters": {"speed": 3}}, "this version can't run"),
         ({"task": {"name": "perplexity", "colour": 1}}, "can't run"),

@@ -225,7 +225,8 @@ def _find(kind: _Kind, name: str) -> type[Any]:
     else:
         entries = [e for e in entry_points(group=kind.group) if e.name == name]
         if not entries:
-            raise UserError(f"unknown {kind.noun} '{name}'{did_you_mean(name, _names(kind))}")
+            of_file = f" (a class in a file: FILE.py:{name})" if name[:1].isupper() else ""
+            raise UserError(f"unknown {kind.noun} '{name}'{of_file}{did_you_mean(name, _names(kind))}")
         plugin = load_entry_point(entries[0])
     if not (inspect.isclass(plugin) and issubclass(plugin, base)):
         contestant = _contestants().contestant_class(name, plugin) if kind is _POLICY else None

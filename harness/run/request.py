@@ -137,6 +137,7 @@ class RunRequest:
 
     def _recorded_cell(self, results: Path) -> Cell:
         from kvbench.harness import suite as suites
+        from kvbench.harness.core.parameters import names_inside
         from kvbench.harness.models.hub import is_local_name
         from kvbench.harness.records import RecordStore
 
@@ -149,9 +150,10 @@ class RunRequest:
             raise UserError(f"{self.suite}: {where}")
         if len(matches) > 1:
             raise UserError(f"{self.suite}: {len(matches)} cell ids in {folder} begin like this: give more characters")
-        if self.policies or self.settings or self.dtype:
+        recorded = next(iter(matches.values())).cell
+        if {*self.policies} - {recorded.policy, *names_inside(recorded.parameters)} or self.settings or self.dtype:
             raise UserError(f"{self.suite}: a recorded cell is measured unchanged: leave out --policy, --set and --dtype")
-        cell = suites.cell_from_spec(next(iter(matches.values())).cell, self.model)
+        cell = suites.cell_from_spec(recorded, self.model, self.policies)
         if self.model is None and is_local_name(cell.model.id):
             raise UserError(
                 f"{self.suite}: its model {cell.model.id} was a local directory: say where it is now with --model DIR"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import typing
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -252,18 +252,19 @@ def _bounded(values: Iterable[T], path: Path) -> list[T]:
     return bounded
 
 
-def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
+def cell_from_spec(recorded: CellSpec, model: str | None = None, trusted: Collection[str] = ()) -> Cell:
     """Return the cell of a record, to measure it again.
 
     Args:
         model: present path of a local model.
+        trusted: policies of users' files, `FILE.py:NAME`, that may be imported. A record alone never makes its reader run a file.
 
     Raises:
-        UserError: this version can't run the cell, or its policy or task is in a user's file, which records don't keep.
+        UserError: this version can't run the cell, or its policy is in a user's file that is not trusted, or its task in one.
     """
     for name in (recorded.policy, *names_inside(recorded.parameters)):
-        if ":" in name and not name.startswith("hf:"):
-            raise UserError(f"the policy {name} is defined in a user's file: run its suite with --policy instead")
+        if ":" in name and not name.startswith("hf:") and name not in trusted:
+            raise UserError(f"the policy {name} is defined in a user's file: add --policy {name}")
     if ":" in recorded.task.name:
         raise UserError(f"the task {recorded.task.name} is defined in a user's file: run its suite instead")
     spec = recorded.as_json()
