@@ -1,6 +1,6 @@
 """Verify the records that a branch adds or changes, and measure a sample of their cells again.
 
-    python tools/review.py                                  # against origin/main
+    python tools/review.py                                  # since the branch left origin/main
     python tools/review.py --base HEAD~1 --sample 20
 
 Exit code 1: a record is wrong, or a cell that was measured again differs. Times and peaks are facts of one machine and are never
@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,16 +110,22 @@ def repeat(path: Path, record: Record, data: str | None, scratch: Path) -> list[
     return unlike
 
 
+def branching() -> str:
+    """Return the newest commit that the branch shares with origin/main."""
+    found = subprocess.run(["git", "merge-base", "origin/main", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "origin/main"
+
+
 def main() -> int:
     """Review the working tree's records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default=f"origin/main:{RESULTS}", help="records before: a folder or a git revision")
+    parser.add_argument("--base", help="records before: a folder or a git revision. Default: where the branch left origin/main")
     parser.add_argument("--results", default=RESULTS, type=Path)
     parser.add_argument("--sample", default=8, type=int, help="number of cells to measure again")
     parser.add_argument("--seed", default="", help="decides which cells are drawn")
     parser.add_argument("--data", help="directory of the text, if a suite needs one")
     options = parser.parse_args()
-    with open_folder(options.base) as base:
+    with open_folder(options.base or f"{branching()}:{RESULTS}") as base:
         files, wrong = added(options.results, base)
     wrong += [f"{record.stem}: {problem}" for path, record in files for problem in problems(path, record)]
     drawn = sorted(

@@ -31,7 +31,7 @@ def verify(folder: str) -> None:
     """Recompute the figures of the records in FOLDER, and report those that differ.
 
     Each figure is computed from the record's trace or its other figures. Only a new measurement can check a figure that follows
-    from neither. FOLDER defaults to BENCH_RESULTS or ./results.
+    from neither. FOLDER defaults to BENCH_RESULTS or ./results. Exit code 1: a record is wrong, or none could be verified.
     """
     from kvbench.harness.records import Problem, RecordStore
     from kvbench.harness.report import verify as verifier
@@ -47,7 +47,7 @@ def verify(folder: str) -> None:
     if not correct + wrong + without_trace:
         raise UserError(f"{folder}: no records there: run a suite first, or name another folder")
     click.echo(f"{correct} records are correct, {wrong} are not, {without_trace} can't be verified without their trace", err=True)
-    if wrong:
+    if wrong or not correct:
         sys.exit(Exit.NO)
 
 
