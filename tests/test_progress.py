@@ -193,14 +193,14 @@ def test_one_row_a_policy_with_all_its_tasks():
     (table,) = closing(both)
     assert list(table.head) == ["policy", "perplexity", "right", "K/V", "status"]
     assert list(table.lines) == [("dense", "6.653", "100 %", "40 KiB", "ok"), ("h2o", "7.373", "50 %", "640 B", "ok")]
-    assert table.heading == "s, m, 8 tokens cached, evicting at every step"
+    assert table.heading == "s, m, 8 tokens cached, evicting at every step, perplexity, 32,768 tokens"
 
 
 def test_times_of_eviction_are_named_once_per_table_or_in_each_sentence():
     made = [edit(measured("h2o", nll), cell=when) for nll, when in ((2.0, {}), (2.1, {"evict": "prompt"}))]
     (alone,), (both,) = closing(made[1:]), closing([measured("dense", 1.9, None), *made])
-    assert alone.heading == "s, m, 8 tokens cached, evicting once after the prompt"
-    assert both.heading == "s, m, 8 tokens cached"
+    assert alone.heading == "s, m, 8 tokens cached, evicting once after the prompt, perplexity, 32,768 tokens"
+    assert both.heading == "s, m, 8 tokens cached, perplexity, 32,768 tokens"
     assert [line[0] for line in both.lines] == ["dense", "h2o (evict step)", "h2o (evict prompt)"]
     said = [note.partition(":")[0] for note in both.notes if note.startswith("At ")]
     assert said == ["At 8 tokens, evicting once after the prompt", "At 8 tokens, evicting at every step"]

@@ -61,7 +61,7 @@ def closing(records: Sequence[Record]) -> list[Table]:
     subjects = [_subject(part) for _, _, part in parts]
     several = len(set(subjects)) > 1
     tables = [
-        _table(part, (subject if several else "", mode, machine))
+        _table(part, (subject if several or any(r.measures(NllMetrics) for r in part) else "", mode, machine))
         for (machine, mode, part), subject in zip(parts, subjects, strict=True)
     ]
     for machine, group in machines:

@@ -130,6 +130,8 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     tasks = list(dict.fromkeys(a["task"] for row in budget["rows"] for a in row["answers"]))
     rows = [*budget["rows"][:_MOST_ROWS], *question["references"]]
     unit = "perplexity lost" if question["measure"] == "perplexity" else "points lost"
+    bases = {row["loss"]["to_name"] for row in rows if row["loss"]}
+    unit += f" to {md(*bases)}" if len(bases) == 1 else ""
     strides = {row["loss"]["stride"] for row in rows if row["loss"]} - {1}
     unit += "".join(f" (1 token in {stride})" for stride in sorted(strides))
     lines = []
