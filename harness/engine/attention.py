@@ -7,9 +7,9 @@ variable, because some model families don't pass keyword arguments on to their a
 At position 0, RoPE changes no number but launches ten kernels in every layer. The rotary functions are identified by their names
 in the model's files. A probe run at load decides whether they can be skipped.
 
-A forward pass changes no state that threads share. `answered_by` and `RotaryFunctions.skipped` set context variables, which the
-config's attention implementation and the rotary functions look up at every call. Forward passes of the same model in other
-threads are therefore not affected. A compiler can't follow a context variable, so compiled code takes the config's own
+A forward pass changes no state that threads share. `answered_by` sets context variables, which the config's attention
+implementation and the rotary functions look up at every call. Forward passes of the same model in other threads are therefore not
+affected. A compiler can't follow a context variable, so compiled code takes the config's own
 implementation, and the rotary functions that `compiling` names.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, N = B * H, T tokens, L keys, D head dim.
@@ -76,8 +76,9 @@ def _attention(
     if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one is a sink logit of 0
         terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
     layer: Any = module.layer_idx
-    attend = _opaque if torch.compiler.is_compiling() else _attend
-    return attend(query, key, value, layer, *terms), None
+    if torch.compiler.is_compiling():
+        return _opaque(query, key, value, layer, *terms), None
+    return BACKEND.get().attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
 
 def _attend(
@@ -90,7 +91,7 @@ def _attend(
     softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of one layer by the current backend. Inputs as in `Backend.attend` -> [B, T, Q, Dv]."""
+    """Compute the attention of one layer by the current backend, in compiled code. As `Backend.attend` -> [B, T, Q, Dv]."""
     terms = Terms(scaling, sliding_window, softcap, sink_logits)
     return BACKEND.get().attend(layer, query, keys, values, terms).transpose(1, 2).contiguous()
 
@@ -101,14 +102,19 @@ def _empty_answer(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tenso
 
 
 @contextmanager
-def answered_by(backend: Backend) -> Iterator[None]:
-    """Let a backend compute the attention of forward passes in this context."""
-    token = BACKEND.set(backend)
+def answered_by(backend: Backend, stand_in: StandIn | None = None) -> Iterator[None]:
+    """Let a backend compute the attention of forward passes in this context.
+
+    Args:
+        stand_in: replaces the rotary functions of models (`RotaryFunctions`); none are replaced when None.
+    """
+    backends, names, stand_ins = BACKEND.set(backend), _IMPLEMENTATION.set(NAME), _Skippable.current.set(stand_in)
     try:
-        with implemented_by(NAME):
-            yield
+        yield
     finally:
-        BACKEND.reset(token)
+        BACKEND.reset(backends)
+        _IMPLEMENTATION.reset(names)
+        _Skippable.current.reset(stand_ins)
 
 
 @contextmanager
@@ -121,9 +127,16 @@ def implemented_by(name: str) -> Iterator[None]:
         _IMPLEMENTATION.reset(token)
 
 
-def forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: Backend, keep: Tensor | int) -> Tensor:
-    """Run a model's forward pass, with attention computed by `backend`. -> logits of the tokens to keep."""
-    with answered_by(backend):
+def forward(
+    hf: PreTrainedModel,
+    tokens: Tensor,
+    positions: Tensor,
+    backend: Backend,
+    keep: Tensor | int,
+    stand_in: StandIn | None = None,
+) -> Tensor:
+    """Run a model's forward pass, with attention and rotary functions as in `answered_by`. -> logits of the tokens to keep."""
+    with answered_by(backend, stand_in):
         out = hf(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
     logits: Tensor = out.logits
     return logits
@@ -187,28 +200,22 @@ class RotaryFunctions:
 
     Attributes:
         places: Python module, name in the module, and function.
-        stand_in: function that replaces the rotary functions while they are skipped.
+        stand_in: function that can replace the rotary functions (`answered_by`); None if they must run.
     """
 
     places: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = ()
-    stand_in: StandIn = unchanged
+    stand_in: StandIn | None = None
 
-    @contextmanager
-    def skipped(self) -> Iterator[None]:
-        """Skip the rotary functions in this context. Other contexts are not affected."""
+    def __post_init__(self) -> None:
+        """Make the functions replaceable where the model's layers call them."""
         for module, name, function in self.places:
             if not isinstance(vars(module)[name], _Skippable):
                 setattr(module, name, _Skippable(function))
-        token = _Skippable.current.set(self.stand_in if self.places else None)
-        try:
-            yield
-        finally:
-            _Skippable.current.reset(token)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Skip the rotary functions in code that is compiled in the meantime, in all threads."""
-        _Skippable.compiled = self.stand_in if self.places else None
+        _Skippable.compiled = self.stand_in
         try:
             yield
         finally:

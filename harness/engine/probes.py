@@ -15,6 +15,7 @@ from kvbench.harness.engine.attention import (
     BACKEND,
     STAND_INS,
     RotaryFunctions,
+    StandIn,
     Terms,
     forward,
     is_same,
@@ -137,8 +138,7 @@ def _idle_rotary(hf: PreTrainedModel, at_zero: Observed) -> RotaryFunctions:
     for stand_in in STAND_INS if places else ():
         functions = RotaryFunctions(places, stand_in)
         try:
-            with functions.skipped():
-                without = _observe(hf, 0, Probe()).observed
+            without = _observe(hf, 0, Probe(), stand_in).observed
         except (LookupError, ValueError):  # the functions don't take queries and keys, or don't return them
             break
         if all(is_same(sample[0], without[i][0]) and is_same(sample[1], without[i][1]) for i, sample in at_zero.items()):
@@ -154,12 +154,13 @@ def _same(a: Rotation, b: Rotation) -> bool:
 ProbeKind = TypeVar("ProbeKind", bound=Probe)
 
 
-def _observe(hf: PreTrainedModel, position: int, probe: ProbeKind) -> ProbeKind:
-    """Run a model with a probe on a few tokens, all at one position."""
+def _observe(hf: PreTrainedModel, position: int, probe: ProbeKind, stand_in: StandIn | None = None) -> ProbeKind:
+    """Run a model with a probe on a few tokens, all at one position. stand_in: as in `answered_by`."""
     count = min(8, hf.config.get_text_config().vocab_size)
     tokens = torch.arange(count, device=hf.device)[None]
     try:
-        forward(hf, tokens, torch.full_like(tokens, position), probe, torch.full((1,), count - 1, device=hf.device))
+        last = torch.full((1,), count - 1, device=hf.device)
+        forward(hf, tokens, torch.full_like(tokens, position), probe, last, stand_in)
     except (RuntimeError, TypeError, AttributeError, IndexError) as error:
         raise LookupError(f"its forward pass fails under our attention: {str(error).splitlines()[0]}") from error
     return probe
