@@ -95,7 +95,7 @@ def test_where_dense_has_a_trend_losses_are_to_the_strided_reference_and_say_so(
     assert {(row["loss"]["to_name"], row["loss"]["stride"]) for row in budget["rows"]} == {("recompute_window", STRIDE)}
     assert "recompute_window (on one token in 16)" in budget["finding"]
     page = render(feed(three())).text
-    assert "perplexity lost (1 token in 16)" in page
+    assert "perplexity lost to recompute\\_window (1 token in 16)" in page
     assert "(1 token in 16) |" in next(line for line in page.splitlines() if line.startswith("| – | recompute"))
 
 

@@ -31,7 +31,7 @@ from kvbench.harness.suite.entries import Entry, capacity_of, entries
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.harness.suite.overrides import Overrides, apply
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
-from kvbench.policies import Policy, PositionMode
+from kvbench.policies import Policy, PositionMode, Selecting
 
 MAX_CELLS = 100_000
 T = TypeVar("T")
@@ -309,7 +309,7 @@ class _TaskEntry(NamedTuple):
 
     def is_for(self, entry: Entry) -> bool:
         """Whether an entry of the suite's policies is measured in this task."""
-        moves = entry.policy.evicts and entry.policy.caches
+        moves = isinstance(entry.policy, Selecting) or (entry.policy.evicts and entry.policy.caches)
         return (self.policies is None or entry.name in self.policies) and (
             self.evicts is None or not moves or entry.evict in self.evicts
         )

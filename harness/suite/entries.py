@@ -90,6 +90,9 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     modes = fixed.get("positions")
     if not kind.evicts and isinstance(modes, list) and "stream" in modes:  # then ranks are positions, and two modes are one
         fixed["positions"] = ["cache", *(mode for mode in modes if mode not in ("stream", "cache"))]
+    if issubclass(kind, Selecting) and "evict" in fixed and "evict" not in given:  # evicts nothing, so all bursts are one moment
+        moments = fixed["evict"] if isinstance(fixed["evict"], list) else [fixed["evict"]]
+        fixed["evict"] = list(dict.fromkeys("step" if isinstance(moment, dict) else moment for moment in moments))
     for one in _spread(kind, fixed, source, location):
         chosen = _values(validated(schema, one, source, location))
         budget, evict, positions, limit, seed, kv = (chosen.pop(k, None) for k in AXES)
