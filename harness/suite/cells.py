@@ -31,7 +31,7 @@ from kvbench.harness.suite.entries import Entry, capacity_of, entries
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.harness.suite.overrides import Overrides, apply
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
-from kvbench.policies import Policy, PositionMode, Selecting
+from kvbench.policies import Policy, PositionMode
 
 MAX_CELLS = 100_000
 T = TypeVar("T")
@@ -177,7 +177,7 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     )
     tasks = _bounded((one for i, given in items(suite.task) for one in _tasks(given, source, ("task", *i))), path)
     chosen = _bounded((entry for i in range(len(suite.policies)) for entry in entries(suite, i, source)), path)
-    for task in tasks:
+    for task in tasks if overrides is None or not overrides.policies else []:
         _refuse_idle(task, chosen, source)
     resources = validated(Resources, suite.resources or {}, source, ("resources",))
     cells = _bounded(
@@ -232,7 +232,7 @@ def with_references(cells: Iterable[Cell]) -> list[Cell]:
 
 def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> None:
     """Refuse a task whose times of eviction no policy of the suite has. The task would silently measure `dense` alone."""
-    moments = [entry.evict for entry in entries if entry.policy.evicts and entry.policy.caches]
+    moments = [entry.evict for entry in entries if entry.has_moment]
     if task.evicts is not None and moments and not set(task.evicts) & set(moments):
         theirs, its = (", ".join(dict.fromkeys(str(evict_as_json(m)) for m in x)) for x in (moments, task.evicts))
         raise source.error(
@@ -309,9 +309,8 @@ class _TaskEntry(NamedTuple):
 
     def is_for(self, entry: Entry) -> bool:
         """Whether an entry of the suite's policies is measured in this task."""
-        moves = isinstance(entry.policy, Selecting) or (entry.policy.evicts and entry.policy.caches)
         return (self.policies is None or entry.name in self.policies) and (
-            self.evicts is None or not moves or entry.evict in self.evicts
+            self.evicts is None or not entry.has_moment or entry.evict in self.evicts
         )
 
 

@@ -49,6 +49,11 @@ class Entry:
     location: Location
     blamed: Location
 
+    @property
+    def has_moment(self) -> bool:
+        """Whether it matters when tokens are evicted, or whether a prompt is read in full."""
+        return isinstance(self.policy, Selecting) or (self.policy.evicts and self.policy.caches)
+
     def refuse_if_unfit(self, capacity: int | None, source: Source) -> None:
         """Check that the policy can serve a capacity.
 
