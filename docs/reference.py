@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,17 +171,20 @@ def _policy(name: str, kind: type[Policy]) -> str:
     source = text.partition(" Differs: ")[0].partition(" Source: ")[2]
     keeps = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
     lines = [keeps]
-    fields = ", ".join(_parameter(field) for field in dataclasses.fields(kind) if field.name != "sha256")
+    types = typing.get_type_hints(kind)
+    fields = ", ".join(_parameter(field, types[field.name]) for field in dataclasses.fields(kind) if field.name != "sha256")
     lines += [fields] if fields else []
     code = f"../policies/{kind.__module__.rsplit('.', 1)[-1]}.py"
     lines += [f"[{_without_place(_first_clause(source))}]({code})." if source else f"[Code]({code})."]
     return f"### `{name}`\n\n" + "  \n".join(lines) + "\n"
 
 
-def _parameter(field: dataclasses.Field[Any]) -> str:
+def _parameter(field: dataclasses.Field[Any], annotated: Any) -> str:
+    """Write a parameter with its default, and the words that it may have instead."""
     if field.default is dataclasses.MISSING or field.default is None:
         return f"`{field.name}`"
-    return f"`{field.name}={_default(field.default)}`"
+    words = [word for part in (annotated, *typing.get_args(annotated)) for word in typing.get_args(part) if isinstance(word, str)]
+    return f"`{field.name}={'|'.join(dict.fromkeys([_default(field.default), *words]))}`"
 
 
 def _default(value: Any) -> str:

@@ -25,6 +25,7 @@ RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
 FACTS_BUDGET = 160  # tokens per KV head in the README's questions
 _FACTS_BUDGETS = (FACTS_BUDGET, 96)
 BUDGET = 256  # tokens per KV head in the tables of SmolLM2
+SECOND_BOOK = "smollm2-second-book"
 _CONTROL = "random, with sinks and recent tokens"
 _IN_README = {"dense", "sink_window", "random", "h2o", "snapkv", "tova", "keydiff", "expected_attention"}
 _NAMES = {"dense": "dense (keeps everything)", "random": _CONTROL}
@@ -260,9 +261,12 @@ class Pair(NamedTuple):
     dropped: list[Record]
 
 
-def merging_pairs(suite: str, positions: str) -> list[Pair]:
-    """Return every merging policy of a suite beside the policy inside it. D2O keeps four first tokens more than H2O."""
-    records = [r for r in measured(suite) if r.cell.positions == positions]
+def merging_pairs(suite: str, positions: str, cut: bool | None = None) -> list[Pair]:
+    """Return every merging policy of a suite beside the policy inside it. D2O keeps four first tokens more than H2O.
+
+    cut: only texts with a prompt, or only those without; both when None.
+    """
+    records = [r for r in measured(suite) if r.cell.positions == positions and cut in (None, has_prompt(r))]
     by_cell = {(r.cell.policy, repr(r.cell.parameters), r.cell.capacity, r.cell.seed, repr(r.cell.options)): r for r in records}
     pairs: dict[tuple[str, str, int], Pair] = {}
     for record in records:
@@ -281,6 +285,11 @@ def merging_pairs(suite: str, positions: str) -> list[Pair]:
     return sorted(pairs.values(), key=lambda pair: (-pair.capacity, pair.chooses, pair.policy))
 
 
+def has_prompt(record: Record) -> bool:
+    """Return whether a text has prompts."""
+    return bool(record.cell.options.get("prompt"))
+
+
 def against_dropped(pair: Pair) -> Interval:
     """Return the paired difference of NLL of merging to dropping, in nats per token; seeds are averaged."""
     return loss(*(records[0] if len(records) == 1 else mean_of(records) for records in (pair.merged, pair.dropped)))
@@ -293,11 +302,16 @@ def merging() -> str:
     rows = []
     for suite, (positions, moment) in moments.items():
         for mode in dict.fromkeys((positions, "stream")):
+            again = {
+                (pair.policy, pair.chooses): percent(against_dropped(pair))
+                for pair in merging_pairs(SECOND_BOOK, mode, suite == "smollm2-prompt")
+            }
             for pair in (pair for pair in merging_pairs(suite, mode) if pair.capacity == BUDGET):
                 facts = answers.get((pair.chooses, pair.policy), "") if suite == "smollm2-prompt" else ""
-                rows.append([moment, name(pair.chooses), f"`{pair.policy}`", percent(against_dropped(pair)), facts])
-    head = ["evicted", "chosen by", "merged by", f"perplexity at {BUDGET} tokens, merged against dropped, %"]
-    return _markdown([*head, f"repeated facts at {FACTS_BUDGET} tokens, dropped → merged, %"], rows, "lllrr")
+                second = again.get((pair.policy, pair.chooses), "")
+                rows.append([moment, name(pair.chooses), f"`{pair.policy}`", percent(against_dropped(pair)), second, facts])
+    head = ["evicted", "chosen by", "merged by", f"perplexity at {BUDGET} tokens, merged against dropped, %", "second book"]
+    return _markdown([*head, f"repeated facts at {FACTS_BUDGET} tokens, dropped → merged, %"], rows, "lllrrr")
 
 
 def _merged_facts() -> dict[tuple[str, str], str]:
@@ -329,10 +343,12 @@ class Selected(NamedTuple):
     read: float
 
 
-def selecting() -> list[Selected]:
-    """Return the policies that select and those beside them that evict, the smallest loss first."""
+def selecting(suite: str = "smollm2-select") -> list[Selected]:
+    """Return the policies that select and those beside them that evict at every step, the smallest loss first."""
     by_policy: dict[str, list[Record]] = {}
-    for record in measured("smollm2-select"):
+    for record in measured(suite):
+        if has_prompt(record) or record.cell.policy in MERGING or record.cell.positions == "stream":
+            continue
         by_policy.setdefault(_selects(record), []).append(record)
     (dense,) = by_policy.pop("everything")
     rows = []
@@ -367,9 +383,13 @@ def _selects(record: Record) -> str:
 
 def selected() -> str:
     """Return what policies that select lose of SmolLM2's perplexity, up to 30 %, with the bytes that they hold and read."""
-    shown = (row for row in selecting() if row.lost.mean < math.log(1.3))
-    rows = [[row.policy, percent(row.lost), f"{row.held / 2**20:.0f}", f"{row.read / 2**20:.0f}"] for row in shown]
-    return _markdown(["policy", "perplexity lost, %", "held, MiB", "read by a step, MiB"], rows, "lrrr")
+    again = {row.policy: percent(row.lost) for row in selecting(SECOND_BOOK)}
+    rows = [
+        [row.policy, percent(row.lost), again.get(row.policy, ""), f"{row.held / 2**20:.0f}", f"{row.read / 2**20:.0f}"]
+        for row in selecting()
+        if row.lost.mean < math.log(1.3)
+    ]
+    return _markdown(["policy", "perplexity lost, %", "on a second book", "held, MiB", "read by a step, MiB"], rows, "lrrrr")
 
 
 def selected_facts() -> str:
