@@ -163,6 +163,17 @@ def test_a_sentence_says_that_a_difference_may_be_chance():
     assert [row["rank"] for row in sure["rows"]] == [[1, 1], [2, 2]]
 
 
+def test_draws_of_the_control_count_once_and_widen_no_interval():
+    draws = [edit(noisy("random", 8, 2.0, seed), cell={"seed": seed}) for seed in range(4)]
+    records = [noisy("h2o", 8, 1.5, 5), noisy("window", 8, 2.2, 6), *draws]
+    (budget,) = feeds.feed(records)["questions"][0]["budgets"]
+    assert budget["finding"].startswith("h2o is the best of 3 policies (95 % confidence)")
+    alone, beside = (questions(made)[0].changes for made in (records[:3], records))
+    pairs = {frozenset(pair) for pair in beside}
+    assert len(pairs) == 1 + 2 * len(draws), "h2o and window, and either beside each draw"
+    assert set(alone) < set(beside)
+
+
 def test_a_task_without_a_text_is_judged_by_its_right_answers():
     made = feeds.feed([r for r in everything() if r.cell.suite == "asks"])
     (question,) = made["questions"]

@@ -124,7 +124,7 @@ def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, ask
     assert re.search(r"^\[1/2\] dense: perplexity", first.stderr, re.M)
     assert re.search(r"^window +\S+ +16.5 KiB  ok$", first.stderr, re.M)
     assert first.stderr.endswith(
-        "Records: results\nPages: results/index.html and results/README.md, written by: bench leaderboard\n"
+        "Records: results\nFor pages (results/index.html and results/README.md), run: bench leaderboard\n"
     )
     again = bench(*asked, cwd=tmp_path)
     assert again.stdout == first.stdout

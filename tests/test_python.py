@@ -156,7 +156,7 @@ def test_the_examples_of_every_kind_are_measured(written, capsys):
     """By the suite beside them, at every moment of eviction."""
     suite = re.search(r"```yaml\n(.*?)```", page("write-a-policy.md"), re.S)[1]
     Path("mine.yaml").write_text(suite)
-    shorter = ("--set", "tokens=128", "--set", "prompt=72")
+    shorter = ("--set", "streams=2", "--set", "tokens=256", "--set", "prompt=72")
     code, out, _ = bench(capsys, "run", "mine.yaml", *shorter, "--results", "results", "--json")
     assert code == 0
     records = json.loads(out)

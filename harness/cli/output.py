@@ -118,7 +118,7 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
         lines += ["", *(line for problem in problems for line in textwrap.wrap(problem, width, subsequent_indent="  "))]
     option = "" if results == (os.environ.get(RESULTS_VARIABLE) or RESULTS) else f" --results {shlex.quote(results)}"
     folder, *pages = (link(Path(results) / name, stream.isatty()) for name in ("", "index.html", "README.md"))
-    lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}, written by: bench leaderboard{option}"]
+    lines += ["", f"Records: {folder}", f"For pages ({' and '.join(pages)}), run: bench leaderboard{option}"]
     click.echo("\n".join(lines), err=not to_stdout)
 
 

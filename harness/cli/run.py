@@ -104,7 +104,7 @@ def run(
 
     Cells that have a record are skipped. A run ends with a table, one row per policy. If stdout is piped, it gets one row per
     cell, tab-separated or as JSON, and the table goes to stderr. With 2>&1, only the table is printed. A row's perplexity is over
-    the whole text, the table's over the tokens after the cache has filled.
+    the whole text.
 
     \b
     bench run quickstart

@@ -150,7 +150,7 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
     notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     shown = [(nll, row.nll) for nll, row, cell in zip(nlls, policies, quality["perplexity"], strict=True) if cell != "–"]
     if any(nll and whole and not math.isclose(nll, whole, rel_tol=1e-6) for nll, whole in shown):
-        notes.append("Perplexity in the table is over whole runs of tokens, after the cache has filled.")
+        notes.append("Perplexity in the table leaves out tokens before the cache has filled, and at the ends of streams.")
     if sum(head.startswith("right") for head in quality) > 1:
         notes.append("K/V is the largest of the tasks'; a share of dense's bytes is that of one task.")
     elif any(r.measures(PeakMetrics) for r in records) and any(r.measures(QuestionMetrics) for r in records):

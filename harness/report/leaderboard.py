@@ -113,7 +113,8 @@ def _line(question: dict[str, Any], site: str) -> str:
     named = [f"{_rank(row)} {row['name']}" + (f" {loss_text(row['loss'])}" if row["loss"] else "") for row in best_rows]
     best = f" Best: {md('; '.join(named))}." if len(budget["rows"]) > 1 else ""
     link = f"[{md(question['model'])}, {md(question['subject'])}]({site}#q={question['id']})"
-    return f"- {link}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
+    which = f"{link}, evicting {question['evict']}, {size(budget['capacity'])}"
+    return f"- {which}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
 
 
 def _flagged(question: dict[str, Any], budget: dict[str, Any]) -> str:

@@ -71,11 +71,14 @@ Pair = tuple[str, str]  # ids of two rows
 def pair_changes(rows: Sequence[Row], comparison: Callable[[Row, Row], Interval | None]) -> dict[Pair, Interval]:
     """Return the loss of the second of two rows to the first, for every pair that can be compared, in both orders.
 
+    Rows that differ only in the seed are draws of one policy, and not compared: more draws of a control must not widen intervals.
+
     Args:
         rows: rows that are compared with each other, whose number of pairs corrects the intervals.
         comparison: returns the loss of its second argument to the first.
     """
-    compared = {(a.id, b.id): lost for a, b in itertools.combinations(rows, 2) if (lost := comparison(a, b)) is not None}
+    pairs = ((a, b) for a, b in itertools.combinations(rows, 2) if a.without_seed != b.without_seed)
+    compared = {(a.id, b.id): lost for a, b in pairs if (lost := comparison(a, b)) is not None}
     changes = corrected(compared)
     return changes | {(b, a): change.negated() for (a, b), change in changes.items()}
 

@@ -99,6 +99,11 @@ class Row:
         return self.records[0].cell
 
     @property
+    def without_seed(self) -> str:
+        """Key of the policy with its settings. Rows that differ only in the seed share it."""
+        return _without_seed(self.cell)
+
+    @property
     def nll(self) -> float | None:
         """Nats per token over all scored tokens; None if the cell failed or was not measured."""
         metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
@@ -168,12 +173,11 @@ def rows(records: Sequence[Record]) -> list[Row]:
 
 def without_seeds(records: Sequence[Record]) -> list[list[Record]]:
     """Group records that differ only in the seed."""
+    return list(grouped(records, lambda record: (_without_seed(record.cell), record.facts.device)).values())
 
-    def key(record: Record) -> str:
-        cell = record.cell
-        return repr([cell.policy, cell.parameters, cell.capacity, axes(cell) | {"seed": None}, record.facts.device])
 
-    return list(grouped(records, key).values())
+def _without_seed(cell: CellSpec) -> str:
+    return repr([cell.policy, cell.parameters, cell.capacity, axes(cell) | {"seed": None}, cell.stored])
 
 
 def _kv_bytes(record: Record) -> int | None:

@@ -124,7 +124,7 @@ def _budget(question: Question, capacity: int | None) -> dict[str, Any]:
     shown = [row_json(question, row, ranks.get(row.id), base) for row in rows]
     changes = [question.change(second, first) for first, second in itertools.combinations(rows, 2)]
     beaten = {row.id for row in rows[1:] if (lost := question.change(row, rows[0])) is not None and lost.sign > 0}
-    sentence = finding(shown, question.measure, beaten, question.unranked)
+    sentence = finding(question, shown, beaten)
     return {
         "capacity": capacity,
         "kv_bytes": most,

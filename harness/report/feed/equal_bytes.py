@@ -117,7 +117,7 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
     first = shown[0]["id"]
     beaten = {name for name in kept if (first, name) in changes and changes[first, name].sign > 0}
     priced = [row | {"loss_to_dense": None, "times_dense": None, "kv_read_bytes": None} for row in shown]
-    sentence = finding(priced, question.measure, beaten, question.unranked)
+    sentence = finding(question, priced, beaten)
     size = (_held(formats.dense) or 0) * share
     return {
         "share": float(share),

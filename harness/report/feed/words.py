@@ -161,38 +161,46 @@ def size(capacity: int | None) -> str:
     return f"{capacity:,} tokens" if capacity is not None else "no fixed capacity"
 
 
-def finding(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str], unranked: str) -> str:
+def finding(question: Question, rows: Sequence[dict[str, Any]], beaten: Collection[str]) -> str:
     """Describe the best policy at a budget, its loss and its savings.
 
     Args:
+        question: question that the rows answer.
         rows: rows of the feed, in their order.
-        measure: "perplexity" or "answers".
         beaten: ids of the rows that the first row is shown to beat.
-        unranked: reason that rows without a rank have none.
     """
+    measure = question.measure
     judged = [row for row in rows if (row["answers"] if measure == "answers" else row["perplexity"] is not None)]
     if not judged:
         return "Nothing was measured."
-    lead, price = _leaders(judged, measure, beaten, unranked), _price(judged[0], measure)
+    lead, price = _leaders(question, judged, beaten), _price(judged[0], measure)
     return f"{lead} {judged[0]['name']} {price}." if price else lead
 
 
-def _leaders(rows: Sequence[dict[str, Any]], measure: str, beaten: Collection[str], unranked: str) -> str:
-    """Name the first policy, and the policies over which its lead is within the noise."""
-    best, first = rows[0], "the lowest perplexity" if measure == "perplexity" else "the most right answers"
-    if len(rows) == 1:
+def _leaders(question: Question, rows: Sequence[dict[str, Any]], beaten: Collection[str]) -> str:
+    """Name the first policy, and the policies over which its lead is within the noise. Draws of one policy count once."""
+    best, first = rows[0], "the lowest perplexity" if question.measure == "perplexity" else "the most right answers"
+    draws = {row.id: row.without_seed for row in question.rows}
+    policies = len({draws[row["id"]] for row in rows})
+    others = [row for row in rows[1:] if draws[row["id"]] != draws[best["id"]]]
+    if not others:
         return f"{best['name']} is the only policy measured."
     if best["rank"] is None:
-        return f"{best['name']} has {first}, but {unranked} to rank policies."
-    rivals = [row["name"] for row in rows[1:] if row["id"] not in beaten]
-    equal = [row["name"] for row in rows[1:] if _figure(row, measure) == _figure(best, measure)]
-    if len(equal) == len(rivals) > 0:
-        return f"{best['name']} and {_some(equal, len(rows))} have {first} of {len(rows)} policies: they are equal."
-    if not rivals:
-        return f"{best['name']} is the best of {len(rows)} policies (95 % confidence)."
-    as_many = f", as {'have' if len(equal) > 1 else 'has'} {_some(equal, len(rows))}" if equal else ""
-    behind = _some([name for name in rivals if name not in equal], len(rows))
-    return f"{best['name']} has {first} of {len(rows)} policies{as_many}; its lead over {behind} is within the noise."
+        return f"{best['name']} has {first}, but {question.unranked} to rank policies."
+    rivals, equal = dict[str, str](), dict[str, str]()  # names of the best draws
+    for row in others:
+        if row["id"] not in beaten:
+            rivals.setdefault(draws[row["id"]], row["name"])
+        if _figure(row, question) == _figure(best, question):
+            equal.setdefault(draws[row["id"]], row["name"])
+    as_good, behind = list(equal.values()), [name for policy, name in rivals.items() if policy not in equal]
+    if not behind and as_good:
+        return f"{best['name']} and {_some(as_good, policies)} have {first} of {policies} policies: they are equal."
+    if not behind:
+        return f"{best['name']} is the best of {policies} policies (95 % confidence)."
+    as_many = f", as {'have' if len(as_good) > 1 else 'has'} {_some(as_good, policies)}" if as_good else ""
+    lead = f"its lead over {_some(behind, policies)} is within the noise"
+    return f"{best['name']} has {first} of {policies} policies{as_many}; {lead}."
 
 
 def _some(names: Sequence[str], policies: int) -> str:
@@ -202,9 +210,9 @@ def _some(names: Sequence[str], policies: int) -> str:
     return enumerated(names) if len(names) <= _MAX_NAMES else f"{len(names)} others"
 
 
-def _figure(row: dict[str, Any], measure: str) -> Any:
+def _figure(row: dict[str, Any], question: Question) -> Any:
     """Return the figure that ranks a row."""
-    return row["answers"][0]["share"] if measure == "answers" else row["perplexity"]
+    return row["answers"][0]["share"] if question.measure == "answers" else row["perplexity"]
 
 
 def _price(row: dict[str, Any], measure: str) -> str:
