@@ -76,9 +76,8 @@ def _attention(
     if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one is a sink logit of 0
         terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
     layer: Any = module.layer_idx
-    if torch.compiler.is_compiling():
-        return _opaque(query, key, value, layer, *terms), None
-    return BACKEND.get().attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
+    attend = _opaque if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, layer, *terms), None
 
 
 def _attend(
@@ -91,7 +90,7 @@ def _attend(
     softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of one layer by the current backend, in compiled code. As `Backend.attend` -> [B, T, Q, Dv]."""
+    """Compute the attention of one layer by the current backend. Inputs as in `Backend.attend` -> [B, T, Q, Dv]."""
     terms = Terms(scaling, sliding_window, softcap, sink_logits)
     return BACKEND.get().attend(layer, query, keys, values, terms).transpose(1, 2).contiguous()
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine import probes
-from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, answered_by
+from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, answered_by, forward
 from kvbench.harness.engine.kernel_interface import fused_logits
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import LayerShape
@@ -35,7 +35,7 @@ class Model:
     """A model the decode loop can drive.
 
     Attributes:
-        hf: the Hugging Face model; `attention.answered_by` lets a backend compute its attention.
+        hf: the Hugging Face model; `attention.forward` lets a backend compute its attention.
         layers: the shape of each layer, for its cache.
         training_length: longest position seen in training, in tokens; None if the config does not say.
         check: result of the self-check, in units of rounding error; None if it did not run.
@@ -115,16 +115,13 @@ class Model:
         Returns:
             [B, T or kept tokens, V], the model's dtype.
         """
-        with answered_by(backend, self.idle_rotary.stand_in):
-            compiled = _COMPILED.get()
-            if compiled is not None and tokens.shape[1] == 1 and isinstance(keep, int):
-                with self.idle_rotary.compiling():
-                    return fused_logits(compiled, tokens)
-            # The backend applies RoPE, so models with RoPE run at position 0.
-            placed = self._learned_positions(tokens, positions) if self.learned_positions else torch.zeros_like(tokens)
-            out = self.hf(input_ids=tokens, position_ids=placed, use_cache=False, logits_to_keep=keep)
-        logits: Tensor = out.logits
-        return logits
+        compiled = _COMPILED.get()
+        if compiled is not None and tokens.shape[1] == 1 and isinstance(keep, int):
+            with answered_by(backend, self.idle_rotary.stand_in), self.idle_rotary.compiling():
+                return fused_logits(compiled, tokens)
+        # The backend applies RoPE, so models with RoPE run at position 0.
+        placed = self._learned_positions(tokens, positions) if self.learned_positions else torch.zeros_like(tokens)
+        return forward(self.hf, tokens, placed, backend, keep, self.idle_rotary.stand_in)
 
     def _learned_positions(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Return the positions in the stream that are passed to a model with learned positions. [B, T]."""
