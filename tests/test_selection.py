@@ -13,6 +13,7 @@ from reference import ListBackend, oldest
 from torch import Tensor
 
 from kvbench.harness.core.codec import BITS
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, read_bytes
@@ -210,6 +211,8 @@ def test_a_suites_bursts_mean_nothing_to_what_selects_and_a_tasks_moments_do(tmp
     assert cells == [(32, "prompt"), (None, 1)]
     alone = load(suite, Overrides(policies=["{name: h2o, capacity: 8, evict: step}"]))[1]  # leaves the other task idle
     assert [cell.task.prompt for cell in alone] == [None]
+    with pytest.raises(UserError, match="add it to the suite's evict"):
+        load(suite, Overrides(policies=["{name: h2o, capacity: 8, evict: {every: 2}}"]))  # leaves both idle
 
 
 def test_the_answer_says_what_is_held_and_what_of_it_is_read() -> None:

@@ -177,8 +177,9 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     )
     tasks = _bounded((one for i, given in items(suite.task) for one in _tasks(given, source, ("task", *i))), path)
     chosen = _bounded((entry for i in range(len(suite.policies)) for entry in entries(suite, i, source)), path)
-    for task in tasks if overrides is None or not overrides.policies else []:
-        _refuse_idle(task, chosen, source)
+    idle = [task for task in tasks if task.is_idle(chosen)]
+    if idle and (overrides is None or not overrides.policies or len(idle) == len(tasks)):
+        raise _idle(idle[0], chosen, source)
     resources = validated(Resources, suite.resources or {}, source, ("resources",))
     cells = _bounded(
         (
@@ -230,14 +231,16 @@ def with_references(cells: Iterable[Cell]) -> list[Cell]:
     return list(ordered.values())
 
 
-def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> None:
-    """Refuse a task whose times of eviction no policy of the suite has. The task would silently measure `dense` alone."""
-    moments = [entry.evict for entry in entries if entry.has_moment]
-    if task.evicts is not None and moments and not set(task.evicts) & set(moments):
-        theirs, its = (", ".join(dict.fromkeys(str(evict_as_json(m)) for m in x)) for x in (moments, task.evicts))
-        raise source.error(
-            (*task.location, "evict"), f"evict: {its}, but the suite's policies evict: {theirs}; add it to the suite's evict"
-        )
+def _idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> UserError:
+    """Return the error of a task whose times of eviction no policy has. It would silently measure `dense` alone."""
+    theirs, its = (", ".join(dict.fromkeys(str(evict_as_json(m)) for m in x)) for x in (_moments(entries), task.evicts or []))
+    says = f"evict: {its}, but the suite's policies evict: {theirs}; add it to the suite's evict"
+    return source.error((*task.location, "evict"), says)
+
+
+def _moments(entries: Sequence[Entry]) -> list[Evict]:
+    """Return the times of eviction of the entries to which they matter."""
+    return [entry.evict for entry in entries if entry.has_moment]
 
 
 def _bounded(values: Iterable[T], path: Path) -> list[T]:
@@ -312,6 +315,11 @@ class _TaskEntry(NamedTuple):
         return (self.policies is None or entry.name in self.policies) and (
             self.evicts is None or not entry.has_moment or entry.evict in self.evicts
         )
+
+    def is_idle(self, entries: Sequence[Entry]) -> bool:
+        """Whether no entry evicts at one of the task's times, although some evict."""
+        moments = _moments(entries)
+        return self.evicts is not None and bool(moments) and not set(self.evicts) & set(moments)
 
 
 def _tasks(given: dict[str, Any], source: Source, location: Location) -> Iterator[_TaskEntry]:
