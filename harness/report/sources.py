@@ -37,7 +37,7 @@ def open_records(
         UserError: the source has no records.
     """
     path = Path(source).expanduser()
-    if results is not None and results.exists() and _cells(source, results):
+    if results is not None and _begins_cell_id(source) and _cells(source, results):
         record, folder = find_record(source, results)
         yield [record], folder
     elif path.is_file() and path.suffix != published.JSONL:
@@ -63,8 +63,8 @@ def find_record(name: str, results: Path) -> tuple[Record, Path]:
     Raises:
         UserError: no record matches, or several cells have ids that begin with `name`.
     """
-    path = Path(name).expanduser()
-    if path.exists() or not re.fullmatch(_CELL_ID, name):
+    if not _begins_cell_id(name):
+        path = Path(name).expanduser()
         return _read(path), path.parent
     files = _cells(name, results)
     matches = newest([record for _, record in files])
@@ -74,10 +74,13 @@ def find_record(name: str, results: Path) -> tuple[Record, Path]:
     return matches[0], next(path.parent for path, record in files if record is matches[0])
 
 
+def _begins_cell_id(name: str) -> bool:
+    """Return whether a name can be the beginning of a cell id, and is no file."""
+    return bool(re.fullmatch(_CELL_ID, name)) and not Path(name).exists()
+
+
 def _cells(name: str, results: Path) -> list[tuple[Path, Record]]:
-    """Return the records whose cell ids begin with `name`; none if it is the name of a file, or can't begin an id."""
-    if Path(name).exists() or not re.fullmatch(_CELL_ID, name):
-        return []
+    """Return the records whose cell ids begin with `name`, each with the path of its file."""
     return [(path, r) for path, r in RecordStore(results).files() if isinstance(r, Record) and r.cell_id.startswith(name)]
 
 
@@ -140,7 +143,7 @@ def _unpack(source: str, folder: Path) -> None:
         raise UserError(f"{source}: not a file or folder, and git is not installed to look for a revision") from None
     if revision.startswith("-") or process.returncode:
         reason = process.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"{source}: not a file, folder or git revision{f' ({reason[-1]})' if reason else ''}")
+        raise UserError(f"{source}: not a file, folder, git revision or known cell id{f' ({reason[-1]})' if reason else ''}")
     with tarfile.open(fileobj=io.BytesIO(process.stdout)) as packed:
         safety: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python before 3.11.4 has none
         packed.extractall(folder, **safety)
