@@ -46,7 +46,7 @@ def separated(count, pairs):
     def comparison(change, p):
         return compared(p, lambda k: (-1.0, 1.0) if p * k > 0.05 else (0.5, 1.0) if change < 0 else (-1.0, -0.5))
 
-    rows = [SimpleNamespace(id=str(i), without_seed=str(i)) for i in range(count)]
+    rows = [SimpleNamespace(id=str(i), settings_key=str(i)) for i in range(count)]
     known = {(rows[i].id, rows[j].id): comparison(*pair) for (i, j), pair in pairs.items()}
     changes = pair_changes(rows, lambda a, b: known.get((a.id, b.id)))
     return [*ranks([row.id for row in rows], changes).values()]

@@ -77,7 +77,7 @@ def pair_changes(rows: Sequence[Row], comparison: Callable[[Row, Row], Interval 
         rows: rows that are compared with each other, whose number of pairs corrects the intervals.
         comparison: returns the loss of its second argument to the first.
     """
-    pairs = ((a, b) for a, b in itertools.combinations(rows, 2) if a.without_seed != b.without_seed)
+    pairs = ((a, b) for a, b in itertools.combinations(rows, 2) if a.settings_key != b.settings_key)
     compared = {(a.id, b.id): lost for a, b in pairs if (lost := comparison(a, b)) is not None}
     changes = corrected(compared)
     return changes | {(b, a): change.negated() for (a, b), change in changes.items()}

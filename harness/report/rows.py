@@ -99,9 +99,9 @@ class Row:
         return self.records[0].cell
 
     @property
-    def without_seed(self) -> str:
-        """Key of the policy with its settings. Rows that differ only in the seed share it."""
-        return _without_seed(self.cell)
+    def settings_key(self) -> str:
+        """The policy with all settings but its seed, as a key. Rows that share it are draws of one policy."""
+        return _settings_key(self.cell)
 
     @property
     def nll(self) -> float | None:
@@ -173,10 +173,10 @@ def rows(records: Sequence[Record]) -> list[Row]:
 
 def without_seeds(records: Sequence[Record]) -> list[list[Record]]:
     """Group records that differ only in the seed."""
-    return list(grouped(records, lambda record: (_without_seed(record.cell), record.facts.device)).values())
+    return list(grouped(records, lambda record: (_settings_key(record.cell), record.facts.device)).values())
 
 
-def _without_seed(cell: CellSpec) -> str:
+def _settings_key(cell: CellSpec) -> str:
     return repr([cell.policy, cell.parameters, cell.capacity, axes(cell) | {"seed": None}, cell.stored])
 
 

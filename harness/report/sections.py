@@ -87,9 +87,8 @@ def headline(record: Record) -> str:
     first = next((name for name in titles_of(record) or figures if name in figures), None)
     if first is not None and not words:
         return f"{first} {number(figures[first])}"
-    return (
-        words + strided(record) + (" (past the training length)" if record.measured(NllMetrics) and past_training(record) else "")
-    )
+    trend = " (past the training length)" if record.measured(NllMetrics) and past_training(record) else ""
+    return words + strided(record) + trend
 
 
 def section_key(record: Record) -> str:

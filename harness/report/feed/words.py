@@ -180,7 +180,7 @@ def finding(question: Question, rows: Sequence[dict[str, Any]], beaten: Collecti
 def _leaders(question: Question, rows: Sequence[dict[str, Any]], beaten: Collection[str]) -> str:
     """Name the first policy, and the policies over which its lead is within the noise. Draws of one policy count once."""
     best, first = rows[0], "the lowest perplexity" if question.measure == "perplexity" else "the most right answers"
-    draws = {row.id: row.without_seed for row in question.rows}
+    draws = {row.id: row.settings_key for row in question.rows}
     policies = len({draws[row["id"]] for row in rows})
     others = [row for row in rows[1:] if draws[row["id"]] != draws[best["id"]]]
     if not others:
