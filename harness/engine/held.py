@@ -50,7 +50,7 @@ class HeldRows:
         self._pages, self._part = tensors.pages, part
         self.base = part.start * slots.num_slots  # flat index of these rows' first slot
         self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
-        self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
+        self.budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
         shown = {s: x[:, :attended] if s.per == "slot" else x for s, x in self._row_states.items()}
         self.states = {s: x.unflatten(0, (-1, heads)) for s, x in shown.items()}
         self.summed = [s for s in self.states if s.per == "head" and writes(s)]  # statistics that sum over a head's tokens

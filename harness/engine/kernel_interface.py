@@ -61,15 +61,13 @@ class StepKernel(Protocol):
 
 
 class ReleaseKernel(Protocol):
-    """Evicts after a step, for all layers of one `Slots` at once.
+    """Evicts after a step, for one layer or for all layers of one `Slots`.
 
     Attributes:
         updates: the kernel also updates the statistics; otherwise they are updated before.
-        of_layer: the kernel accepts the rows of a single layer.
     """
 
     updates: bool
-    of_layer: bool
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """Choose the evicted tokens and the next token's slot.

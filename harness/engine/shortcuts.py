@@ -161,7 +161,6 @@ class Shortcuts:
         queries = grouped.flatten(0, 1) if "queries" in observed else None  # [N, G, T, D]
         by_token = [x.movedim(2, 0)[..., None, :].contiguous().unbind(0) for x in (query, keys, values)]  # [B, H, 1, D] each
         release = self._kernels.release
-        release = release if release is not None and release.of_layer else None
         RAN["coded walk" if self._slots.codec is not None else "compiled steps"] += 1
         for t, rank in enumerate(places.ranks):
             rows.place(rows.count() if rank is None else rank, places.steps[t], places.now[t])

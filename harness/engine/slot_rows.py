@@ -167,7 +167,7 @@ class Rows(HeldRows):
         importance = self.importance(slots.policy).masked_fill(~held, inf)
         count = held.sum(-1, keepdim=True)
         if budget.floor is None:
-            excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
+            excess = count - ((slots.capacity or 0) if self.budgets is None else self.budgets)
             excess, pages = excess.masked_fill(excess < slots.every, 0), budget.pages
             given = importance, self.rank, excess
             victims = of_heads(*given, slots.most_victims) if pages is None else of_pages(*given, pages, heads)

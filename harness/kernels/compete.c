@@ -2,8 +2,8 @@
    evicted, or the tokens of each head above its budget. The last tokens of a row then move to the slots of evicted tokens, and empty
    pages are returned. This is a template: compiler.py inserts a policy's expressions, which are not called if a policy has none.
 
-   Axis letters: L layers, B streams, R rows of all layers (layer, stream, KV head), G query heads of a KV head, S slots, W pages of a
-   row. */
+   Axis letters: L layers, B streams, R rows of one layer or of all (layer, stream, KV head), G query heads of a KV head, S slots,
+   W pages of a row. */
 
 #include "numbers.h"
 #include "policy.h"
@@ -54,13 +54,13 @@ static int64_t close_up(const float *worth, int64_t *ranks, int64_t count, int64
    given: importance of every slot, [R, attended]; null if the policy's expressions compute it. mass, states, rank, position, layer,
    head, prompt, step, free_slots, window: as in release.c. The token is in the last used slot of each row. of_slots: other arrays over
    slots, positions included. of_pool: keys and values, [pages, page, D]. table: [R, W]. budgets: budget of each row, [R]; null if it is
-   the capacity. floor: minimum number of tokens of each head if the heads of a layer compete; otherwise -1. due: whether tokens are
-   evicted once `every` tokens more than the capacity are held. */
+   the capacity. base: flat index of the rows' first slot, which `free_slots` include. floor: minimum number of tokens of each head if
+   the heads of a layer compete; otherwise -1. due: whether tokens are evicted once `every` tokens more than the capacity are held. */
 int64_t compete(const float *given, const float *mass, float *const *states, int64_t *rank, const int64_t *position,
                 const int64_t *layer, const int64_t *head, const int64_t *prompt, const int64_t *step, int64_t *free_slots,
-                const Held *of_slots, const Held *of_pool, int64_t *table, const int64_t *budgets, int64_t num_of_slots,
-                int64_t width, int64_t page, int64_t rows, int64_t rows_of_layer, int64_t heads, int64_t group, int64_t slots,
-                int64_t attended, int64_t due, int64_t every, int64_t capacity, int64_t floor, int64_t window,
+                const Held *of_slots, const Held *of_pool, int64_t *table, const int64_t *budgets, int64_t base,
+                int64_t num_of_slots, int64_t width, int64_t page, int64_t rows, int64_t rows_of_layer, int64_t heads, int64_t group,
+                int64_t slots, int64_t attended, int64_t due, int64_t every, int64_t capacity, int64_t floor, int64_t window,
                 int64_t num_layers, int64_t seed) {
     float *worths = malloc(heads * attended * sizeof(float));
     int64_t *numbers = malloc((3 * heads + attended) * sizeof(int64_t)), *count = numbers, *gone = count + heads;
@@ -72,7 +72,7 @@ int64_t compete(const float *given, const float *mass, float *const *states, int
         for (int64_t h = 0; h < heads; h++) {
             const int64_t r = r0 + h, first = r * slots, *ranks = rank + first, *at = position + first;
             float *worth = worths + h * attended;
-            count[h] = free_slots[r] - first + 1, gone[h] = 0, excess += count[h];
+            count[h] = free_slots[r] - base - first + 1, gone[h] = 0, excess += count[h];
             const Now now = {
                 step[r], layer[r / rows_of_layer], head ? head[r] : 0, count[h], prompt ? prompt[r / heads] : 0, group, num_layers, seed,
             };
@@ -114,7 +114,7 @@ int64_t compete(const float *given, const float *mass, float *const *states, int
                 count[h] = close_up(worth, rank + first, count[h], gone[h], slots, of_row, num_of_slots, of_pool, table + r * width,
                                     page, scratch);
             }
-            free_slots[r] = first + count[h];
+            free_slots[r] = base + first + count[h];
             for (int64_t j = count[h] / page + 1; j < width && table[r * width + j] >= 0; j++) table[r * width + j] = -1, freed = 1;
         }
     }

@@ -128,8 +128,6 @@ class CpuReleaseKernel:
         updates: the kernel contains the policy's code and also updates statistics. Otherwise PyTorch computes importance.
     """
 
-    of_layer = True
-
     def __init__(self, kernel: Any, reads: frozenset[str] | None) -> None:
         """Wrap a function. reads: variables in the policy's code; None if the kernel does not contain this code."""
         self._kernel, self._reads, self.updates = kernel, reads or frozenset(), reads is not None

@@ -1,6 +1,6 @@
 """Bookkeeping for heads that hold different numbers of tokens (`compete.c`), with the interface that the walk calls.
 
-Axis letters: R rows of all layers, G query heads of a KV head, S slots.
+Axis letters: R rows of one layer or of all layers, G query heads of a KV head, S slots.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ class _Held(ctypes.Structure):
 
 
 class CompeteKernel:
-    """Evicts from the rows of a pool, for all layers of one `Slots` at once.
+    """Evicts from the rows of a pool, for one layer or for all layers of one `Slots`.
 
     Attributes:
         updates: the kernel also updates the statistics; otherwise they are updated before.
     """
-
-    of_layer = False
 
     def __init__(self, kernel: Any, updates: bool) -> None:
         self._kernel, self.updates = kernel, updates
@@ -44,7 +42,7 @@ class CompeteKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 14, *[ctypes.c_int64] * 16]
+        kernel.argtypes = [*[ctypes.c_void_p] * 14, *[ctypes.c_int64] * 17]
         return cls(kernel, cls._traceable(slots))
 
     @staticmethod
@@ -71,31 +69,29 @@ class CompeteKernel:
         Raises:
             MemoryError: there is no scratch memory.
         """
-        tensors, budget = slots.tensors, slots.budget
+        tensors, floor = slots.tensors, slots.budget.floor
         assert tensors.pool is not None
         assert tensors.pages is not None
         importance = None if self.updates or not full else rows.importance(slots.policy).float().contiguous()
-        numbers = (
-            [x.data_ptr() + i * x.itemsize for x in tensors.states.values() for i in range(x.stride(1))] if self.updates else []
-        )
-        states = (ctypes.c_void_p * len(numbers))(*numbers)
-        of_slots = (_Held * (1 + len(tensors.flat_states)))(*map(_held, (tensors.flat_position, *tensors.flat_states.values())))
-        of_pool = (_Held * 2)(*(_held(x.tensor.flatten(0, 1)) for x in tensors.pool))
-        before = (tensors.rank, tensors.position, slots.layer_index, heads_of(rows), prompts_of(rows), step, tensors.free)
-        budgets = budget.of_rows if budget.floor is None else None
+        states = [x.flatten(0, 1) for x in rows.states.values()]  # views: the first two axes are those of the rows
+        numbers = [x.data_ptr() + i * x.itemsize for x in states for i in range(x.stride(1))] if self.updates else []
+        of_slots = (_Held * (1 + len(states)))(*map(_held, (rows.position, *states)))
+        of_pool = (_Held * 2)(*(_held(x.tensor.flatten(0, 1)[None]) for x in tensors.pool))
+        layers = slots.layer_index[rows.base // (slots.rows * slots.num_slots) :]
+        before = (rows.rank, rows.position, layers, heads_of(rows), prompts_of(rows), step, rows.free)
         freed = self._kernel(
             _pointer(importance),
             _pointer(mass) if self.updates else None,
-            states,
+            (ctypes.c_void_p * len(numbers))(*numbers),
             *map(_pointer, before),
             of_slots,
             of_pool,
-            _pointer(tensors.pages.table),
-            _pointer(budgets),
+            _pointer(rows.page_table),
+            _pointer(rows.budgets) if floor is None else None,
+            rows.base,
             len(of_slots),
-            tensors.pages.table.shape[1],
-            tensors.pages.size,
-            len(tensors.rank),
+            *rows.page_shape,
+            len(rows.rank),
             slots.rows,
             slots.shape.heads,
             slots.shape.group,
@@ -104,7 +100,7 @@ class CompeteKernel:
             int(full),
             slots.every,
             slots.capacity,
-            -1 if budget.floor is None else budget.floor,
+            -1 if floor is None else floor,
             slots.shape.sliding_window or 0,
             slots.num_layers,
             mixed_seed(slots.seed),
@@ -116,8 +112,8 @@ class CompeteKernel:
 
 
 def _held(x: Tensor) -> _Held:
-    """Return the address and the stride per slot, in bytes, of a tensor. [S, ...]."""
-    return _Held(x.data_ptr(), x.stride(0) * x.itemsize)
+    """Return the address and the stride per slot, in bytes, of a tensor. [R, S, ...]."""
+    return _Held(x.data_ptr(), x.stride(1) * x.itemsize)
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -145,7 +145,6 @@ class CudaReleaseKernel:
     """Bookkeeping after a token, for all layers of one `Slots` at once, or for one layer."""
 
     updates = True  # the kernel also updates the statistics
-    of_layer = True
 
     def __init__(self, formulas: Formulas) -> None:
         self._policy, self._reads = _policy_module(formulas), formulas.reads
