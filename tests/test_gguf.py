@@ -95,9 +95,10 @@ def file(tmp_path) -> Path:
     return write(tmp_path / "tiny.gguf")
 
 
-def test_a_gguf_file_gives_the_models_own_weights(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16], ids=str)
+def test_a_gguf_file_gives_the_models_own_weights(tmp_path, dtype):
     """The order of rows that llama.cpp wants is undone, the type is the one asked for, and nothing of the quantisation stays."""
-    model, tokenizer = kvbench.load(write(tmp_path / "floats.gguf", quantised=False), dtype="bfloat16")
+    model, tokenizer = kvbench.load(write(tmp_path / "floats.gguf", quantised=False), dtype=dtype)
     for name, tensor in llama().state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor.bfloat16()), name
     assert not hasattr(model, "hf_quantizer")

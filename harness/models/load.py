@@ -67,8 +67,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def load(
     model: str | Path,
     *,
-    dtype: str = "float32",
-    device: str = "cpu",
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
     revision: str | None = None,
     gguf_file: str | None = None,
     pickle: bool = False,
@@ -77,8 +77,8 @@ def load(
 
     Args:
         model: a directory, a GGUF file, a hub id, `builtin:NAME`, or `smollm2`.
-        dtype: float32, bfloat16 or float16; weights in a GGUF file are dequantised.
-        device: auto, cpu, cuda, cuda:1.
+        dtype: float32, bfloat16 or float16, as a name or a torch.dtype; weights in a GGUF file are dequantised.
+        device: auto, cpu, cuda, cuda:1, or a torch.device.
         revision: commit, branch or tag of a hub model.
         gguf_file: the GGUF file to read of a directory or hub model.
         pickle: accept weights that are not safetensors.
@@ -86,13 +86,14 @@ def load(
     Raises:
         UserError: the model is not available, has no tokenizer, or its files are damaged.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype '{dtype}'{did_you_mean(dtype, DTYPES)}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f"dtype '{name}'{did_you_mean(name, DTYPES)}")
     transformers.utils.logging.disable_progress_bar()
     directory = model_directory(str(model), revision, pickle, gguf_file)
     config = read_config(directory)  # first, because it registers the model type of a plug-in
     tokenizer, on = load_tokenizer(directory), device_of(device)
-    hf = read_weights(directory, config, DTYPES[dtype], pickle, attn_implementation=None)
+    hf = read_weights(directory, config, DTYPES[name], pickle, attn_implementation=None)
     return hf.eval().to(on), tokenizer  # type: ignore[arg-type]  # transformers' stubs
 
 

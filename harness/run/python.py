@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
@@ -15,6 +15,9 @@ from kvbench.harness.report.export import Records
 from kvbench.harness.run.cache_arguments import whole_number
 from kvbench.harness.run.request import KeepSteps, RunRequest
 from kvbench.policies import Policy
+
+if TYPE_CHECKING:
+    import torch
 
 PolicyEntry = str | type[Policy] | Policy | Mapping[str, Any]
 
@@ -27,8 +30,8 @@ def run(
     results: str | Path = "results",
     policies: PolicyEntry | Iterable[PolicyEntry] = (),
     tasks: str | Iterable[str] = (),
-    device: str = "auto",
-    dtype: str | None = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype | None = None,
     threads: int | None = None,
     block: int | None = None,
     walk: bool = False,
@@ -48,8 +51,8 @@ def run(
         results: folder of the records; cells that have a record there are not measured again.
         policies: measure only these: names, `file.py:Class`, classes, instances, or mappings like `{"name": "h2o", "window": 8}`.
         tasks: names of the suite's tasks to measure; all tasks if not given.
-        device: auto, cpu, cuda, cuda:1.
-        dtype: dtype of the weights and the cache: float32, bfloat16 or float16.
+        device: auto, cpu, cuda, cuda:1, or a torch.device.
+        dtype: dtype of the weights and the cache: float32, bfloat16 or float16, as a name or a torch.dtype.
         threads: CPU threads; torch's default if not given.
         block: tokens that pass a layer at once; chosen by method and free memory if not given.
         walk: always read token by token inside the layers.
@@ -74,7 +77,8 @@ def run(
     request = RunRequest(
         str(suite), None if model is None else str(model), None if data is None else str(data),
         tuple(_yaml(entry) for entry in entries), tuple(f"{name}={_json(value)}" for name, value in settings.items()),
-        device, dtype, threads, ray, workers, (tasks,) if isinstance(tasks, str) else tuple(tasks),
+        str(device), None if dtype is None else str(dtype).removeprefix("torch."), threads, ray, workers,
+        (tasks,) if isinstance(tasks, str) else tuple(tasks),
     )  # fmt: skip
     folder = writable(Path(results).expanduser())
     keep = None if trace is None else KeepSteps.from_option(str(trace))
