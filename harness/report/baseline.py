@@ -107,8 +107,7 @@ def store(folder: Path, baseline: Baseline, source: Path) -> None:
     """Write a baseline to a folder. An old baseline there is replaced, but survives an error.
 
     Args:
-        folder: folder of the baseline.
-        baseline: description of the baseline; `records` is filled in here.
+        baseline: description, in which `records` is filled in here.
         source: working folder of the baseline's records and traces, on the same file system as `folder`.
 
     Raises:

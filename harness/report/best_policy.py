@@ -42,12 +42,7 @@ def best_policy(records: Sequence[Record], model: str, budget: int) -> tuple[str
 
 
 def _head(question: dict[str, Any], record: Record) -> str:
-    """Return a short name of the text or task of a question, in the words of the heading of its table.
-
-    Args:
-        question: question of the feed.
-        record: a record of the question.
-    """
+    """Return a short name of the text or task of a question of the feed, in the words of the heading of its table."""
     if question["measure"] == "perplexity":
         prompt = record.cell.options.get("prompt")
         return f"prompts of {prompt:,} tokens" if prompt else "text"
@@ -58,8 +53,7 @@ def _head(question: dict[str, Any], record: Record) -> str:
 def _sentence(leaders: dict[str, list[str]], fewer: dict[str, int]) -> str:
     """Name the policies that lead in all questions, or each question's leaders, which no policy beats at 95 % confidence.
 
-    Args:
-        fewer: number of policies measured, of the questions for which not all were.
+    fewer: number of policies measured, of the questions for which not all were.
     """
     better = "no policy has better quality" if not fewer else "none of the policies measured has better quality"
     everywhere = [name for name in next(iter(leaders.values())) if all(name in names for names in leaders.values())]

@@ -112,10 +112,9 @@ class Chart:
 
     @classmethod
     def from_record(cls, record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -> Self:
-        """Create a chart of the records of one suite and model.
+        """Create a chart of the records of one suite and model, given any of the records.
 
         Args:
-            record: any of the records.
             kind: kind of chart; part of the file name.
             unique: text that distinguishes charts of one kind, suite and model.
             alt: description of the chart; `{model}` is replaced by the model's id.
@@ -148,21 +147,14 @@ class Page:
 def by_policy(kind: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Return the channel that distinguishes policies. `themed` fills in the marks, which are equal on every page.
 
-    Args:
-        kind: color, strokeDash or shape.
-        pairs: (name in the chart, policy) of each policy.
+    kind: color, strokeDash or shape. pairs: (name in the chart, policy) of each policy.
     """
     names = [[name, policy] for name, policy in dict.fromkeys(pairs)]
     return channel("policy", "policy", "nominal", sort=None, scale={"marks": kind, "names": names})
 
 
 def channel(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
-    """Return a channel of an encoding.
-
-    Args:
-        kind: quantitative, nominal or ordinal.
-        more: scale, axis, legend or sort of the channel.
-    """
+    """Return a channel of an encoding. kind: quantitative, nominal or ordinal. more: scale, axis, legend or sort."""
     return {"field": field, "type": kind, "title": title, **more}
 
 
@@ -177,12 +169,7 @@ def curves(
 def log_axis(field: str, title: str, *, base: int = 10, padding: int = 0, **axis: Any) -> dict[str, Any]:
     """Return a channel on a logarithmic axis.
 
-    Args:
-        field: field of the values.
-        title: title of the axis, with its unit.
-        base: base of the logarithm.
-        padding: pixels between the data and the frame.
-        axis: ticks and labels of the axis; six ticks if empty.
+    padding: pixels between the data and the frame. axis: ticks and labels of the axis; six ticks if empty.
     """
     scale = {"type": "log", "base": base, "nice": False, "padding": padding}
     return channel(field, title, scale=scale, axis=axis or {"format": ",~g", "tickCount": 6})

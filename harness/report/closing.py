@@ -47,8 +47,7 @@ class Table:
 def closing(records: Sequence[Record]) -> list[Table]:
     """Return the tables of a run, one for most runs, several if the run has several models or texts.
 
-    Args:
-        records: records of all cells, including cells that were already finished.
+    The records are those of all cells, including cells that were already finished.
     """
     models = grouped(records, lambda record: repr(record.cell.as_json()["model"])).values()
     machines = [named_group for of_model in models for named_group in by_machine(of_model)]
@@ -92,12 +91,9 @@ def _comparable(records: list[Record]) -> list[list[Record]]:
 
 
 def _has_overview(records: Sequence[Record]) -> bool:
-    """Return whether one table has a column for each of several texts, and columns of times or peaks.
+    """Return whether the records of one model and machine have a table with a column per text, and columns of times or peaks.
 
     Questions have separate tables, so a suite with questions has no such table.
-
-    Args:
-        records: records of one model and machine.
     """
     costs = any(record.measures(StepMetrics) or record.measures(PeakMetrics) for record in records)
     asks = any(record.measures(QuestionMetrics) for record in records)
@@ -193,8 +189,7 @@ def _policies(records: Sequence[Record]) -> list[Row]:
 def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tuple[str, str, str], notes: Sequence[str]) -> Table:
     """Return a table of the quality columns, the cost columns and the status. Empty columns are left out.
 
-    Args:
-        context: subject, mode of positions and machine, each empty if it is equal in all tables of the run.
+    context: subject, mode of positions and machine, each empty if it is equal in all tables of the run.
     """
     capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
     columns = {"policy": short_names(policies), "capacity": [_capacity(row) for row in policies]} | quality | _costs(policies)
@@ -242,11 +237,7 @@ def _kv_bytes(row: Row) -> int | None:
 
 
 def _longer_text(records: Sequence[Record]) -> str:
-    """Return the options that give the text an interval, and the time needed if known; empty if the text has an interval.
-
-    Args:
-        records: records of one text.
-    """
+    """Return the options that give a text an interval, and the time needed if known; empty if it has an interval."""
     scored = [(r, metrics) for r in records if (metrics := r.measured(NllMetrics))]
     if not scored:
         return ""

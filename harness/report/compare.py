@@ -61,12 +61,9 @@ _ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
 
 
 def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]:
-    """Compare every metric that both records have.
+    """Compare every metric of a record `b` with that of a reference `a`.
 
-    Args:
-        a: reference record.
-        b: record to judge.
-        traces: files of the records' per-token figures, where available.
+    traces: files of the records' per-token figures, where available.
     """
     if a.status != "ok" or b.status != "ok":
         verdict: Verdict = "same" if a.status == b.status else "worse" if a.status == "ok" else "better"
@@ -105,8 +102,7 @@ def _figure(a: Record, b: Record, name: str, x: float, y: float) -> Difference:
 def _by_sample(a: Record, b: Record, sums: str) -> tuple[Ends | None, str]:
     """Return the interval of b's mean minus a's, paired sample by sample, or the reason that there is none.
 
-    Args:
-        sums: name of the list of sums over each sample.
+    sums: name of the list of sums over each sample.
     """
     ours, theirs = a.measured(SampleMetrics), b.measured(SampleMetrics)
     same_size = ours is not None and theirs is not None and (ours.samples, ours.tokens) == (theirs.samples, theirs.tokens)
@@ -263,11 +259,9 @@ class JudgedMetric:
 
 
 def judge_all(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[JudgedMetric]:
-    """Judge every metric of every pair of records of one cell, worst first. Two single records are compared in any case.
+    """Judge the records `b` against the reference records `a`, each with their folder: every metric of every cell, worst first.
 
-    Args:
-        a: reference records and their folder.
-        b: records to judge and their folder.
+    Two single records are compared even if they are of different cells.
     """
     others = {r.cell_id: r for r in b[0]}
     pairs = [(r, others[r.cell_id]) for r in a[0] if r.cell_id in others]

@@ -87,9 +87,8 @@ def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
 def with_doubts(records: Sequence[Record]) -> list[Record]:
     """Return the records with the doubts about their model, their questions and their eviction added to their flags.
 
-    Args:
-        records: records of any models. A doubt that one record raises about its model is added to all records of the model.
-            Questions that dense can't answer are flagged in all records of the questions.
+    A doubt that one record raises about its model is added to all records of the model. Questions that dense can't answer are
+    flagged in all records of the questions.
     """
     questions = [question(record) for record in records]
     dense = {key: r for key, r in zip(questions, records, strict=True) if r.cell.is_dense and r.status == "ok"}

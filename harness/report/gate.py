@@ -48,8 +48,6 @@ def check(
     """Run the checks of figures, times and memory on every cell of the baseline. Regressions come first.
 
     Args:
-        base: records of the baseline and their folder.
-        now: records to judge and their folder.
         bands: latency bands of the baseline, by cell id.
         refused: reason that the model is now refused, so that nothing was measured; empty if it is not refused.
         checks: checks of figures.
@@ -115,11 +113,7 @@ def remeasure(
 ) -> list[Finding]:
     """Measure cells again that were slower, faster, larger or smaller, until two of three measurements agree.
 
-    Args:
-        findings: findings of the first run.
-        base: records of the baseline.
-        bands: latency bands of the baseline.
-        measure: function that measures the cells with given ids again, with the cells they are compared with.
+    measure: function that measures the cells with given ids again, with the cells they are compared with.
     """
     differing = [f for f in findings if f.check in gate_times.CHECKS and f.state in ("regression", "better")]
     repeats = {(f.cell_id, f.check): [f] for f in differing}

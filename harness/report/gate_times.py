@@ -81,11 +81,7 @@ def learn_bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
 def ratio(record: Record, run: Sequence[Record]) -> float | None:
     """Return the median over rounds of a step's time divided by its yardstick's; None if the run has no yardstick.
 
-    The yardstick of dense is the model's own forward pass; the yardstick of other policies is dense.
-
-    Args:
-        record: latency record.
-        run: all records of the record's run.
+    The yardstick of dense is the model's own forward pass; the yardstick of other policies is dense. run: all records of the run.
     """
     ours = record.measured(StepMetrics)
     if ours is None:

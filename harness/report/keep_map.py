@@ -64,11 +64,7 @@ def of_stream(kept: Map, stream: int) -> Map:
 
 
 def map_file(record: Record, folder: Path) -> Path:
-    """Return the file of a record's keep map.
-
-    Args:
-        record: record of the cell.
-        folder: folder of the record's file.
+    """Return the file of a record's keep map, in the folder of the record's file.
 
     Raises:
         UserError: the record has no keep map, or the file is missing or has changed.
@@ -92,10 +88,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def evictions(kept: Map) -> NDArray[np.int32]:
-    """Return the step after which each token was evicted; the number of steps for tokens never evicted. [L, H, N].
-
-    Args:
-        kept: keep map of one stream, with every step.
+    """Return the step after which each token of one stream was evicted; the number of steps for tokens never evicted. [L, H, N].
 
     Raises:
         UserError: a step is missing, or the layers have different numbers of KV heads.
@@ -114,9 +107,7 @@ def evictions(kept: Map) -> NDArray[np.int32]:
 def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[int]:
     """Return the capacities to which the record's layers were bound: the cell's, and smaller ones of sliding-window layers.
 
-    Args:
-        record: record of the cell.
-        evicted: `evictions` of the record's keep map. [L, H, N].
+    evicted: `evictions` of the record's keep map. [L, H, N].
 
     Raises:
         UserError: KV heads kept different numbers of tokens.
@@ -161,12 +152,9 @@ def specification(kept: Map, title: str) -> dict[str, Any]:
 
 
 def shares(kept: Map) -> tuple[NDArray[np.float64], list[int], int]:
-    """Return the share of the KV heads that hold a position, as the largest share of a band of positions.
+    """Return the share of the KV heads that hold a position of one stream, as the largest share of a band of positions.
 
     The maximum keeps a single held token of a band visible.
-
-    Args:
-        kept: keep map of one stream.
 
     Returns:
         Shares [L, C, bands], the steps of the C columns, the last one included, and the number of positions in a band.

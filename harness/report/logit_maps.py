@@ -21,10 +21,9 @@ SUFFIX = ".attention.npz"
 
 
 def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[int]) -> NDArray[np.float32]:
-    """Return the mean logits in a record's trace. [L, M, M].
+    """Return the mean logits in the trace of a record of the task attention. [L, M, M].
 
     Args:
-        record: record of the task attention.
         folder: folder of the record's file.
         head: head whose logits are returned; None: the mean over all heads.
         layers: layers that the trace must have.
@@ -50,12 +49,9 @@ def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[i
 
 
 def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict[str, Any]:
-    """Return a Vega-Lite specification of mean logits among the first tokens, with a panel per layer.
+    """Return a Vega-Lite specification of mean logits among the first tokens, with a panel for each of `layers`.
 
-    Args:
-        logits: logits of one head, or means over heads. [L, M, M].
-        layers: layers to draw.
-        title: title of the picture.
+    logits: logits of one head, or means over heads. [L, M, M].
     """
     axis = {"labelOverlap": True, "labelAngle": 0, "ticks": False}
     panels = [

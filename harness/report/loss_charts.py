@@ -22,11 +22,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     """Draw a line per policy, or an interval per policy for a single budget. None if no policy has a loss with an interval.
 
     Policies with losses so large that the other lines would coincide are left out. A chart of lines also leaves out policies with
-    at most half of the budgets.
-
-    Args:
-        question: question of the feed.
-        name: name of the file, without suffix.
+    at most half of the budgets. question: question of the feed. name: name of the file, without suffix.
     """
     rows = [
         row
@@ -130,9 +126,7 @@ def _layers(
 def over_bytes(equal: dict[str, Any], name: str) -> chart.Chart:
     """Draw points with a colour per policy and a shape per format, and a line through the best of each size.
 
-    Args:
-        equal: item of the feed's `equal_bytes`.
-        name: name of the file, without suffix.
+    equal: item of the feed's `equal_bytes`. name: name of the file, without suffix.
     """
     alt = f"What each policy and format of {equal['model']}, {equal['subject']}, keeps of dense's quality, over the bytes held."
     return chart.Chart(name, alt, chart.make_visible(SIZE | panel(equal)))

@@ -74,12 +74,7 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
 
     The mean is over the tokens that both records scored after the larger cache filled. The result is None if the records can't be
     paired, or if one has a trend; then only buckets can be compared. If reading could stop early, the interval is corrected for
-    the planned looks.
-
-    Args:
-        record: minuend.
-        base: subtrahend.
-        trend: whether both records are of one cell, so that a trend cancels.
+    the planned looks. trend: whether both records are of one cell, so that a trend cancels.
     """
     if record is base or question(record) != question(base):
         return None
@@ -94,19 +89,14 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
 
 
 def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix: int, looks: int = 1) -> Interval | None:
-    """Return the mean NLL of one reading of a text minus that of another reading.
+    """Return the mean NLL of `ours` minus that of `theirs`, two readings of a text, in nats per token.
 
-    The mean is over the tokens that both readings scored after the larger cache filled.
+    The mean is over the tokens that both readings scored after the larger cache filled; None without such tokens.
 
     Args:
-        ours: minuend.
-        theirs: subtrahend.
         capacity: capacity of the larger cache, in tokens.
         prefix: number of tokens that open the text.
         looks: number of planned lengths at which reading might have stopped.
-
-    Returns:
-        Difference in nats per token; None without common scored tokens.
     """
     read = min((m.tokens_read for m in (ours, theirs) if m.tokens_read is not None), default=None)
     a, b = (beginning(m.all_tokens, prefix, read) for m in (ours, theirs))
@@ -128,10 +118,8 @@ def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix:
 def mean_nll(record: Record, capacity: int, read: int | None = None) -> float | None:
     """Return the mean NLL over the tokens on which caches of a capacity are compared; None if not measured.
 
-    Args:
-        record: record of a text.
-        capacity: size in tokens of the cache that must have filled. If no token is left, all tokens are used.
-        read: number of first tokens of the text to use; None: all.
+    These tokens come after a cache of `capacity` tokens has filled. If no token is left, all tokens are used. read: number of
+    first tokens of the text to use; None: all.
     """
     metrics, prefix = record.measured(NllMetrics), len(record.data.prefix)
     if metrics is None:
@@ -161,7 +149,6 @@ def units(blocks: StrideBlocks, capacity: int, stream_tokens: int | None, prefix
     """Return the units: texts if more than `MIN_BLOCKS`, else streams if at least `MIN_BLOCKS`, else runs of tokens.
 
     Args:
-        blocks: sums over runs, and over texts.
         capacity: capacity of the larger cache, in tokens.
         stream_tokens: tokens of text per stream; None if there is one stream.
         prefix: number of tokens that open the text.
@@ -190,12 +177,9 @@ def after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None
 
 
 def beginning(sums: StrideBlocks, prefix: int, read: int | None) -> StrideBlocks:
-    """Return the sums over the first `read` tokens of a text, in whole runs and whole texts.
+    """Return the sums over the first `read` tokens of a text, in whole runs and whole texts; all sums if `read` is None.
 
-    Args:
-        sums: sums over runs, and over texts.
-        prefix: number of tokens that open the text.
-        read: number of tokens of the text; None: all sums.
+    prefix: number of tokens that open the text.
     """
     if read is None:
         return sums

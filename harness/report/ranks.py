@@ -44,7 +44,7 @@ def outcome_comparison(a: str, b: str, streams: Sequence[Stream] | None, compari
     Args:
         a: outcomes of the first policy, one "0" or "1" per question; "1" is right.
         b: outcomes of the second policy.
-        streams: stream of each question; None if every question has its own cache.
+        streams: as in `shared_outcomes`.
         comparisons: number of intervals over questions that all hold at once.
     """
     change = (b.count("1") - a.count("1")) / len(a)
@@ -71,11 +71,8 @@ Pair = tuple[str, str]  # ids of two rows
 def pair_changes(rows: Sequence[Row], comparison: Callable[[Row, Row], Interval | None]) -> dict[Pair, Interval]:
     """Return the loss of the second of two rows to the first, for every pair that can be compared, in both orders.
 
-    Rows that differ only in the seed are draws of one policy, and not compared: more draws of a control must not widen intervals.
-
-    Args:
-        rows: rows that are compared with each other, whose number of pairs corrects the intervals.
-        comparison: returns the loss of its second argument to the first.
+    The number of pairs corrects the intervals. Rows that differ only in the seed are draws of one policy, and not compared: more
+    draws of a control must not widen intervals. comparison: returns the loss of its second argument to the first.
     """
     pairs = ((a, b) for a, b in itertools.combinations(rows, 2) if a.settings_key != b.settings_key)
     compared = {(a.id, b.id): lost for a, b in pairs if (lost := comparison(a, b)) is not None}
@@ -116,11 +113,8 @@ Rank = tuple[int, int]  # the best and the worst possible place
 def ranks(rivals: Collection[str], changes: Mapping[Pair, Interval]) -> dict[str, Rank | None]:
     """Return the rank of each policy among `rivals`; None if a policy is comparable with no other.
 
-    A rival that is not comparable may be better or worse, and therefore widens the rank.
-
-    Args:
-        rivals: ids of the policies' rows.
-        changes: changes of comparable pairs (`pair_changes`), which may include pairs outside of `rivals`.
+    A rival that is not comparable may be better or worse, and therefore widens the rank. rivals: ids of the policies' rows.
+    changes: changes of comparable pairs (`pair_changes`), which may include pairs outside of `rivals`.
     """
     result: dict[str, Rank | None] = {}
     for rival in rivals:

@@ -132,10 +132,7 @@ def _suite(record: Record) -> tuple[str, int]:
 def over_steps(suite: str, records: Sequence[Record]) -> list[str | Chart]:
     """Return a table and a chart of sink heads, activations and perplexity over the steps of a pretraining.
 
-    The result is empty unless a training has two kept models with figures.
-
-    Args:
-        records: all records of the suite, of any models.
+    records: all records of the suite, of any models. The result is empty unless a training has two kept models with figures.
     """
     values = [value for record in records if record.status == "ok" for value in _step_figures(record)]
     of_several = {v["training"] for v in values if len({w["step"] for w in values if w["training"] == v["training"]}) > 1}

@@ -54,7 +54,7 @@ def open_records(
 
 
 def find_record(name: str, results: Path) -> tuple[Record, Path]:
-    """Return the record with this file or cell id, the newest of a cell, and the folder of its file.
+    """Return the newest record of a cell, and the folder of its file.
 
     Args:
         name: file of a record, or the beginning of a cell id, of at least 8 digits.

@@ -69,9 +69,7 @@ def _points(record: Record) -> list[dict[str, float]]:
 def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
     """Return a chart of milliseconds per token over the capacity, with a line per policy; none for a single capacity.
 
-    Args:
-        records: records of one section, measured on one machine.
-        machine: name of the machine, if the section has several.
+    The records are of one machine. machine: its name, if the section has several.
     """
     timed = [(r, float(f"{m.step_ms:.4g}")) for r in records if (m := r.measured(StepMetrics))]
     bounded = [(r, ms) for r, ms in timed if r.cell.capacity is not None]
@@ -100,9 +98,7 @@ def over_depths(by_task: Mapping[str, Mapping[str, Depths]], record: Record) -> 
 
     Source: Liu et al. 2023, "Lost in the Middle", arXiv:2307.03172, for the question.
 
-    Args:
-        by_task: counts of each policy, by task and by the policy's name with its capacity.
-        record: any of the records with these counts.
+    by_task: counts of each policy, by task and by the policy's name with its capacity. record: any of the counted records.
     """
     panels = [_depth_panel(task, policies) for task, policies in by_task.items()]
     alt = f"Right answers of {{model}} by depth of what is asked for and by policy: {', '.join(by_task)}."
@@ -138,7 +134,6 @@ def panels(
     """Return a chart with a panel per capacity, each with the unbounded policies; none without a bounded cache.
 
     Args:
-        records: records of one section.
         alt: description of the chart; `{model}` is replaced by the model's id.
         panel: returns the specification of a panel, without its size, from its records and capacity.
         only: description of the selected records, if the section has several charts.
@@ -173,11 +168,9 @@ def policy_lines(
     """Return a layer with a line per policy.
 
     Args:
-        values: points of all lines.
         encoding: channels of both axes.
         pairs: (name in the chart, policy) of each line.
         kinds: channels that distinguish policies.
-        line: other properties of the lines.
     """
     mark, channels = {"type": "line", "strokeWidth": 2}, {kind: chart.by_policy(kind, pairs) for kind in kinds}
     return {"data": {"values": list(values)}, "mark": mark | line, "encoding": encoding | channels}

@@ -25,13 +25,9 @@ Recomputed = Iterator[tuple[str, Any, float]]  # dotted name of a figure, its va
 
 
 def problems(record: Record, folder: Path) -> list[str] | None:
-    """Recompute a record's figures, and return a sentence per fault. A failed record has no figures and no faults.
+    """Recompute a record's figures, and return a sentence per fault; None if only the trace in `folder` is missing.
 
-    Args:
-        folder: folder of the record's file and its trace.
-
-    Returns:
-        Faults; None if the trace is missing and there are no other faults.
+    A failed record has no figures and no faults.
     """
     if record.status != "ok":
         return []
@@ -99,9 +95,7 @@ def kv_bytes(record: Record, held: bool = False) -> int | None:
 
     A bounded cache has one slot more than its capacity. An unbounded cache has whole buckets of slots for the tokens it read.
     A sliding-window layer keeps no more than its window. If a prompt was cut, or budgets differ, the number of slots is unknown.
-
-    Args:
-        held: count only the slots of an unbounded cache that hold a token.
+    With `held`, only the slots of an unbounded cache that hold a token are counted.
     """
     cell, shapes, codec = record.cell, record.facts.kv_shapes, record.cell.codec
     if record.facts.budgets or record.facts.code:  # heads hold different numbers of tokens, or only its code knows how many

@@ -72,11 +72,7 @@ def default(answered: Sequence[dict[str, Any]], sizes: Sequence[int]) -> str | N
 
     Questions about a text are preferred if they have rows with a loss to a reference and its interval; a random control is no
     reference here. The question of the largest model comes first, then the question with the most such rows, then the question
-    with the most policies.
-
-    Args:
-        answered: entries of the questions in the feed.
-        sizes: number of elements in K and V of one token, for each question's model.
+    with the most policies. sizes: number of elements in K and V of one token, for each question's model.
     """
     if not answered:
         return None

@@ -36,11 +36,7 @@ def figure(value: float | None) -> float | None:
 def row_json(question: Question, row: Row, rank: Rank | None, base: Row | None) -> dict[str, Any]:
     """Return the feed's entry of a row.
 
-    Args:
-        question: question that the row answers.
-        row: row with the records of the policy.
-        rank: rank among the caches of the row's capacity.
-        base: row with which `row` is compared; None without one.
+    rank: rank among the caches of the row's capacity. base: row with which `row` is compared; None without one.
     """
     cell, whole = row.cell, question.dense_bytes
     return {
@@ -78,14 +74,9 @@ def loss_to(question: Question, row: Row, base: Row | None) -> dict[str, Any] | 
 
 
 def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Interval) -> dict[str, Any]:
-    """Return the feed's entry of a loss: in % of perplexity or in percentage points, and in nats per token.
+    """Return the feed's entry of the loss of `row` to `base`: in % of perplexity or in percentage points, and in nats per token.
 
-    Args:
-        measure: measure of the question.
-        row: row whose loss is described.
-        base: row with which `row` is compared.
-        name: name of `base`.
-        change: change from `base` to `row`, in nats per token or as a share of right answers.
+    name: name of `base`. change: change from `base` to `row`, in nats per token or as a share of right answers.
     """
     of_text, ends = measure == "perplexity", (change.mean, change.low, change.high)
     value, low, high = (None if x is None else figure(percent(x) if of_text else 100 * x) for x in ends)

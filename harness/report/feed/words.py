@@ -164,10 +164,7 @@ def size(capacity: int | None) -> str:
 def finding(question: Question, rows: Sequence[dict[str, Any]], beaten: Collection[str]) -> str:
     """Describe the best policy at a budget, its loss and its savings.
 
-    Args:
-        question: question that the rows answer.
-        rows: rows of the feed, in their order.
-        beaten: ids of the rows that the first row is shown to beat.
+    rows: rows of the feed, in their order. beaten: ids of the rows that the first row is shown to beat.
     """
     measure = question.measure
     judged = [row for row in rows if (row["answers"] if measure == "answers" else row["perplexity"] is not None)]

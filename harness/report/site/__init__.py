@@ -30,10 +30,7 @@ def render(
 ) -> tuple[str, dict[str, str]]:
     """Return the page of a feed, and the files of its folder by name. Equal feeds give equal bytes.
 
-    Args:
-        feed: feed of the records to show (`feed.feed`).
-        pictures: pictures by cell (`maps.maps`).
-        embedded_bytes: largest number of bytes of data that the page itself may hold.
+    pictures: pictures by cell (`maps.maps`). embedded_bytes: largest number of bytes of data that the page itself may hold.
     """
     shown, scripts, side_files, room = [], [], {}, embedded_bytes
     for suite, data in _suites(feed, pictures or {}):

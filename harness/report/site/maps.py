@@ -24,9 +24,7 @@ _MAX_LAYERS = 16  # largest number of layers in a picture; for a deeper model, l
 def maps(records: Sequence[Record], files: Mapping[int, Path]) -> dict[str, list[dict[str, Any]]]:
     """Return pictures by the cell ids of the feed: {"kind", "layers": [{"layer", "png", "width", "height"}], "columns", "rows"}.
 
-    Args:
-        records: records of the page.
-        files: path of each record, by `id`.
+    files: path of each record, by `id`.
     """
     result: dict[str, list[dict[str, Any]]] = {}
     for record in records:
