@@ -37,35 +37,35 @@ def open_records(
         UserError: the source has no records.
     """
     path = Path(source).expanduser()
-    if results is not None and _begins_cell_id(source) and _cells(source, results):
+    if (path.is_file() and path.suffix != published.JSONL) or _cells(source, results):
         record, folder = find_record(source, results)
         yield [record], folder
-    elif path.is_file() and path.suffix != published.JSONL:
-        record = _read(path)
-        yield [record], path.parent
-    else:
-        with open_folder(source) as folder:
-            records, problems = RecordStore(folder).read_all()
-            for problem in problems:
-                on_problem(problem)
-            if not records:
-                raise UserError(f"{source}: contains no records")
-            yield newest(records), folder
+        return
+    with open_folder(source) as folder:
+        records, problems = RecordStore(folder).read_all()
+        for problem in problems:
+            on_problem(problem)
+        if not records:
+            raise UserError(f"{source}: contains no records")
+        yield newest(records), folder
 
 
-def find_record(name: str, results: Path) -> tuple[Record, Path]:
+def find_record(name: str, results: Path | None) -> tuple[Record, Path]:
     """Return the newest record of a cell, and the folder of its file.
 
     Args:
         name: file of a record, or the beginning of a cell id, of at least 8 digits.
-        results: folder in which a cell id is looked for.
+        results: folder in which a cell id is looked for; None if `name` is a file.
 
     Raises:
-        UserError: no record matches, or several cells have ids that begin with `name`.
+        UserError: no record matches, several cells have ids that begin with `name`, or the file is not a record.
     """
     if not _begins_cell_id(name):
         path = Path(name).expanduser()
-        return _read(path), path.parent
+        record = read(path)
+        if isinstance(record, Problem):
+            raise UserError(f"{path}: {record.reason}")
+        return record, path.parent
     files = _cells(name, results)
     matches = newest([record for _, record in files])
     if len(matches) != 1:
@@ -79,21 +79,10 @@ def _begins_cell_id(name: str) -> bool:
     return bool(re.fullmatch(_CELL_ID, name)) and not Path(name).exists()
 
 
-def _cells(name: str, results: Path) -> list[tuple[Path, Record]]:
-    """Return the records whose cell ids begin with `name`, each with the path of its file."""
-    return [(path, r) for path, r in RecordStore(results).files() if isinstance(r, Record) and r.cell_id.startswith(name)]
-
-
-def _read(path: Path) -> Record:
-    """Read a record.
-
-    Raises:
-        UserError: the file is none.
-    """
-    record = read(path)
-    if isinstance(record, Problem):
-        raise UserError(f"{path}: {record.reason}")
-    return record
+def _cells(name: str, results: Path | None) -> list[tuple[Path, Record]]:
+    """Return the records whose cell ids begin with `name`, each with the path of its file; none if `name` is no cell id."""
+    files = RecordStore(results).files() if results is not None and _begins_cell_id(name) else ()
+    return [(path, r) for path, r in files if isinstance(r, Record) and r.cell_id.startswith(name)]
 
 
 @contextmanager
