@@ -80,8 +80,8 @@ def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
         return None
     if len(ours.blocks.tokens) <= 2 * _MIN_CLIFF_BLOCKS:
         return None
-    excess = np.array(ours.blocks.nll_sum) - np.array(theirs.blocks.nll_sum)
-    return excess, np.array(ours.blocks.tokens, np.float64), ours.blocks.size
+    (nll, tokens), (other_nll, _) = ours.blocks.arrays, theirs.blocks.arrays
+    return nll - other_nll, tokens, ours.blocks.size
 
 
 def with_doubts(records: Sequence[Record]) -> list[Record]:
@@ -152,20 +152,17 @@ def _not_evicting(record: Record, of_dense: int | None) -> Iterator[str]:
 
 
 def _equal_figures(record: Record, dense: Record) -> str:
-    """Return the name of the figures that all equal dense's; empty if some differ, or if equality may be due to chance."""
+    """Return the name of the figures that all equal dense's; empty if some differ, or if equality may be due to chance.
+
+    NLLs of runs of tokens are compared up to rounding in float32.
+    """
     ours, theirs = record.measured(NllMetrics), dense.measured(NllMetrics)
     if ours is not None and theirs is not None:
-        return "NLLs" if _same_nll(ours, theirs) else ""
+        (nll, tokens), (reference_nll, reference_tokens) = ours.blocks.arrays, theirs.blocks.arrays
+        same_tokens = np.array_equal(tokens, reference_tokens)
+        return "NLLs" if same_tokens and (np.abs(nll - reference_nll) <= MEAN_NATS * tokens).all() else ""
     answers, reference = record.measured(QuestionMetrics), dense.measured(QuestionMetrics)
     return "answers" if answers is not None and reference is not None and _same_answers(answers, reference) else ""
-
-
-def _same_nll(ours: NllMetrics, theirs: NllMetrics) -> bool:
-    """Return whether every run of tokens has the same NLL, up to rounding in float32."""
-    tokens = np.array(ours.blocks.tokens)
-    if ours.blocks.tokens != theirs.blocks.tokens:
-        return False
-    return bool((np.abs(np.subtract(ours.blocks.nll_sum, theirs.blocks.nll_sum)) <= MEAN_NATS * tokens).all())
 
 
 def _same_answers(ours: QuestionMetrics, theirs: QuestionMetrics) -> bool:
