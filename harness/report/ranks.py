@@ -22,12 +22,16 @@ from kvbench.harness.report.shares import Stream, count, paired_shares
 def shared_outcomes(a: Row, b: Row) -> tuple[str, str, Sequence[Stream] | None] | None:
     """Return the outcomes of both rows in one order, with the stream of each question; None unless the questions are equal.
 
-    An outcome is "1" for a right answer, else "0". The streams are None if every question has its own cache.
+    An outcome is "1" for a right answer, else "0". The streams are None if every question has its own cache. If some questions
+    share streams, a question with its own cache counts as a stream.
     """
-    ours, theirs = ({key: outcomes for key, (_, outcomes) in row.answered.items()} for row in (a, b))
-    if not ours or {key: len(outcomes) for key, outcomes in ours.items()} != {key: len(text) for key, text in theirs.items()}:
+    counts, others = ({key: len(outcomes) for key, (outcomes, _) in row.answered.items()} for row in (a, b))
+    if not counts or counts != others:
         return None
-    return "".join(ours.values()), "".join(theirs[key] for key in ours), a.answered_streams
+    ours, theirs = ("".join(row.answered[key][0] for key in counts) for row in (a, b))
+    streams = {key: of_questions or [(key, i) for i in range(counts[key])] for key, (_, of_questions) in a.answered.items()}
+    shared = any(of_questions for _, of_questions in a.answered.values())
+    return ours, theirs, list(itertools.chain(*streams.values())) if shared else None
 
 
 def answer_comparison(a: Row, b: Row) -> Interval | None:

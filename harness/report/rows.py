@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbench.harness.core.grouped import distinguishing_keys, grouped
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.records.metrics import Metrics, NllMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.markdown import axes, named
 from kvbench.harness.report.pairing import scores_all, stride_of, task_version
 from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
@@ -27,17 +27,12 @@ def short_names(policies: Sequence[Row]) -> list[str]:
     """
     names, formats = [], {row.cell.stored for row in policies}
     for row in policies:
-        rivals = [r for r in policies if r.cell.policy == row.cell.policy]
+        rivals, settings = [r for r in policies if r.cell.policy == row.cell.policy], _settings(row)
         distinguishing = distinguishing_keys([{"capacity": r.cell.capacity} | _settings(r) for r in rivals])
-        settings = _settings(row)
-        kept = [
-            key
-            for key in dict.fromkeys([*(_CONTROL_KEEPS if row.cell.policy == CONTROL else ()), *distinguishing])
-            if key != "capacity"
-        ]
+        always = _CONTROL_KEEPS if row.cell.policy == CONTROL else ()
         is_axis = row.cell.codec is not None or not row.cell.stored  # a third-party cache's format follows from its parameters
-        kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
-        shown = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
+        keys = dict.fromkeys([*always, *distinguishing, *(["kv"] if len(formats) > 1 and is_axis else [])])
+        shown = [key for key in keys if settings.get(key) is not None and not _follows_capacity(key, row, rivals)]
         names.append(named(without_folder(row.cell.policy), [f"{key} {settings[key]}" for key in shown]))
     return names
 
@@ -47,14 +42,15 @@ def short_titles(records: Sequence[Record]) -> list[str]:
     return short_names([Row([record]) for record in records])
 
 
-def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
-    """Whether a setting varies with the capacity, such as half the capacity, while its rivals share a constant such as 0."""
-    values: dict[int | None, set[str]] = {}
-    for r in policies:
-        if r.cell.policy == row.cell.policy:
-            values.setdefault(r.cell.capacity, set()).add(repr(_settings(r).get(key)))
-    shared = set.intersection(*values.values())
-    alone = [group - shared for group in values.values()]
+def _follows_capacity(key: str, row: Row, rivals: Sequence[Row]) -> bool:
+    """Whether a setting varies with the capacity, such as half the capacity, while its rivals share a constant such as 0.
+
+    rivals: all rows of the policy.
+    """
+    by_capacity = grouped(rivals, lambda rival: rival.cell.capacity).values()
+    values = [{repr(_settings(rival).get(key)) for rival in group} for group in by_capacity]
+    shared = set.intersection(*values)
+    alone = [group - shared for group in values]
     own = {repr(_settings(row).get(key))} - shared
     return bool(shared and own) and all(len(group) == 1 for group in alone) and len(set.union(*alone)) > 1
 
@@ -81,12 +77,15 @@ class Row:
     @cached_property
     def perplexity(self) -> Record | None:
         """First record with NLLs."""
-        return next((r for r in self.records if r.measures(NllMetrics)), None)
+        return self._first(NllMetrics)
 
     @cached_property
     def latency(self) -> Record | None:
         """First record with step times."""
-        return next((r for r in self.records if r.measures(StepMetrics)), None)
+        return self._first(StepMetrics)
+
+    def _first(self, metrics: type[Metrics]) -> Record | None:
+        return next((r for r in self.records if r.measures(metrics)), None)
 
     @property
     def id(self) -> str:
@@ -101,7 +100,8 @@ class Row:
     @property
     def settings_key(self) -> str:
         """The policy with all settings but its seed, as a key. Rows that share it are draws of one policy."""
-        return _settings_key(self.cell)
+        cell = self.cell
+        return repr([cell.policy, cell.parameters, cell.capacity, axes(cell) | {"seed": None}, cell.stored])
 
     @property
     def nll(self) -> float | None:
@@ -121,25 +121,13 @@ class Row:
         return answers(self.records)
 
     @cached_property
-    def answered(self) -> dict[str, tuple[Record, str]]:
-        """Records and their outcomes, by task and text."""
+    def answered(self) -> dict[str, tuple[str, list[Stream] | None]]:
+        """Outcomes and the streams of the questions (`streams_of`), by task and text."""
         return {
-            repr([r.cell.options, r.data.ids_sha256, *task_version(r)]): (r, metrics.outcomes)
+            repr([r.cell.options, r.data.ids_sha256, *task_version(r)]): (metrics.outcomes, streams_of(r))
             for r in self.records
             if (metrics := r.measured(QuestionMetrics)) and metrics.outcomes
         }
-
-    @cached_property
-    def answered_streams(self) -> list[Stream] | None:
-        """Stream of each question, in order; None if every question has its own cache.
-
-        If some questions share streams, a question with its own cache counts as a stream.
-        """
-        streams = {key: streams_of(record) for key, (record, _) in self.answered.items()}
-        if not any(streams.values()):
-            return None
-        alone = {key: [(key, i) for i in range(len(outcomes))] for key, (_, outcomes) in self.answered.items()}
-        return [stream for key in self.answered for stream in streams[key] or alone[key]]
 
     @property
     def kv_bytes(self) -> int | None:
@@ -148,15 +136,17 @@ class Row:
         Of dense, and of a cut prompt that grows over a text, only the bytes of tokens count, not the room for more. After
         questions, caches whose answers differ in length hold different numbers of tokens, so their allocated bytes count.
         """
-        first = [self.perplexity] if self.perplexity is not None else []
-        sizes = (_kv_bytes(r) for r in [*first, *self.records] if r.status == "ok")
-        return next((size for size in sizes if size is not None), None)
+        return next((size for r in self._finished if (size := _kv_bytes(r)) is not None), None)
 
     @property
     def kv_read_bytes(self) -> int | None:
         """Bytes of the cache that a step reads, of a policy that selects; None for others, which read what they hold."""
-        first = [self.perplexity] if self.perplexity is not None else []
-        return next((size for r in [*first, *self.records] if (size := r.metrics.kv_read_bytes) is not None), None)
+        return next((size for r in self._finished if (size := r.metrics.kv_read_bytes) is not None), None)
+
+    @property
+    def _finished(self) -> list[Record]:
+        """Finished records, the perplexity record first."""
+        return sorted((r for r in self.records if r.status == "ok"), key=lambda r: r is not self.perplexity)
 
     @property
     def step_ms(self) -> float | None:
@@ -173,11 +163,7 @@ def rows(records: Sequence[Record]) -> list[Row]:
 
 def without_seeds(records: Sequence[Record]) -> list[list[Record]]:
     """Group records that differ only in the seed."""
-    return list(grouped(records, lambda record: (_settings_key(record.cell), record.facts.device)).values())
-
-
-def _settings_key(cell: CellSpec) -> str:
-    return repr([cell.policy, cell.parameters, cell.capacity, axes(cell) | {"seed": None}, cell.stored])
+    return list(grouped(records, lambda record: (Row([record]).settings_key, record.facts.device)).values())
 
 
 def _kv_bytes(record: Record) -> int | None:
