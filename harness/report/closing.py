@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.harness.core.grouped import grouped
@@ -19,6 +19,8 @@ from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model
 from kvbench.harness.report.pairing import describe_tokens, past_training, question, strided, units
 from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine
+from kvbench.harness.report.shares import answers as total_answers
+from kvbench.harness.report.shares import is_answered
 from kvbench.harness.report.task_report import kv_title
 
 WHICH = "which"  # suite of `bench which`, which chooses the length of its text itself
@@ -156,17 +158,17 @@ def _table(records: Sequence[Record], context: tuple[str, str, str]) -> Table:
 
 def _right(policies: Sequence[Row]) -> dict[str, list[str]]:
     """Return a column of right answers for each task, or one for all tasks if they are many or share a name."""
-    answered = [_answered(row) for row in policies]
+    answered = [grouped(filter(is_answered, row.records), lambda record: repr(record.cell.options)) for row in policies]
     tasks = {task: words.task(records[0]).partition(", ")[0] for of_row in answered for task, records in of_row.items()}
     if 1 < len(set(tasks.values())) == len(tasks) <= _MAX_TEXTS:
-        return {f"right, {name}": [_share(of_row.get(task, [])) for of_row in answered] for task, name in tasks.items()}
-    complete = [row.records if of_row.keys() == tasks.keys() else [] for row, of_row in zip(policies, answered, strict=True)]
+        return {f"right, {name}": [_share(of_row.get(task, ())) for of_row in answered] for task, name in tasks.items()}
+    complete = [row.records if of_row.keys() == tasks.keys() else () for row, of_row in zip(policies, answered, strict=True)]
     return {"right": [_share(records) for records in complete]}
 
 
 def _share(records: Sequence[Record]) -> str:
     """Return the share of right answers over some records of a row; empty without answers."""
-    right = Row(list(records)).answers if records else None
+    right = total_answers(records)
     return "" if right is None else f"{100 * right.share:.0f} %"
 
 
@@ -178,7 +180,7 @@ def _overview(records: Sequence[Record], positions: str, machine: str) -> Table:
     quality = {}
     for name, text in zip(names, texts, strict=True):
         read = [Row([r for r in row.records if r.measures(NllMetrics) and question(r) == text]) for row in policies]
-        quality[f"perplexity, {name}"] = [_perplexity(row, row.nll) if row.records else "" for row in read]
+        quality[f"perplexity, {name}"] = [_perplexity(row, row.nll) for row in read]
     return _costed(policies, quality, ("", positions, machine), [])
 
 
@@ -200,23 +202,18 @@ def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tup
     subject, positions, machine = context
     first = policies[0].records[0]
     sized = f"{next(iter(capacities)):,} tokens cached" if len(capacities) == 1 else ""
-    moments = _moments(row.records[0] for row in policies)
-    when = f"evicting {words.evicting(moments[0])}" if len(moments) == 1 else ""
+    moments = {row.cell.evicts for row in policies if not is_reference(row.records[0])}
+    when = f"evicting {words.evicting(*moments)}" if len(moments) == 1 else ""
     parts = [f"{first.cell.suite}, {model_name(first)}", sized, when, subject, positions and f"positions {positions}"]
     heading = visible(", ".join(part for part in [*parts, machine and f"on {machine}"] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), notes)
-
-
-def _moments(records: Iterable[Record]) -> list[str]:
-    """Return the times at which the caches of a table evict."""
-    return list(dict.fromkeys(record.cell.evicts for record in records if not is_reference(record)))
 
 
 def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
     """Return columns of bytes and times. K/V is taken from measured peaks if any, because a text may be read as many streams."""
     metered = [next((r for r in row.records if r.measured(PeakMetrics)), None) for row in policies]
     peaks = [None if record is None else record.measured(PeakMetrics) for record in metered]
-    times = [None if row.latency is None else row.latency.measured(StepMetrics) for row in policies]
+    times = [row.latency for row in policies]
     rates = [None if m is None else m.tokens_per_second for m in times]
     of_peaks = ["" if peak is None else cache_bytes(peak.kv_bytes) for peak in peaks]
     summed = [r for r in metered if r] if any(of_peaks) else [row.perplexity or row.records[0] for row in policies]
@@ -290,12 +287,6 @@ def _findings(records: Sequence[Record]) -> list[str]:
         for question in chosen
         for budget in question["budgets"]
     ]
-
-
-def _answered(row: Row) -> dict[str, list[Record]]:
-    """Return the records of the questions that a row answered, by the task's options."""
-    scored = [r for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
-    return grouped(scored, lambda record: repr(record.cell.options))
 
 
 def _other_figure(row: Row) -> str:

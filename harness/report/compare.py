@@ -30,20 +30,19 @@ from kvbench.harness.report.task_report import plain
 
 def speed_up(record: Record, bases: Sequence[Record]) -> str:
     """Return the speed-up over the base that was timed in the same rounds, with its interval; empty without such a base."""
-    ratios = next((r for base in bases if (r := round_ratios(base, record)) is not None), None)
+    times = record.measured(StepMetrics)
+    ratios = next((r for base in bases if (r := round_ratios(base.measured(StepMetrics), times)) is not None), None)
     if ratios is None:
         return ""
     low, high = median_interval(ratios)
     return f"{digits(np.median(ratios), 3)}× [{digits(low, 3)}, {digits(high, 3)}]"
 
 
-def round_ratios(a: Record, b: Record) -> list[float] | None:
-    """Return the step time of a over that of b in each round; None if the records were not timed in the same rounds."""
-    x, y = a.measured(StepMetrics), b.measured(StepMetrics)
-    if a is b or x is None or y is None or x.together != y.together:
+def round_ratios(a: StepMetrics | None, b: StepMetrics | None) -> list[float] | None:
+    """Return the step time of a over that of b in each round; None if they are not two cells timed in the same rounds."""
+    if a is b or a is None or b is None or a.together != b.together:
         return None
-    ratios: list[float] = (np.array(x.rounds_ms) / np.array(y.rounds_ms)).tolist()
-    return ratios
+    return [x / y for x, y in zip(a.rounds_ms, b.rounds_ms, strict=True)]
 
 
 # Margins of differences that are too small to matter: an interval inside the margin is "same".

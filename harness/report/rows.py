@@ -80,9 +80,10 @@ class Row:
         return self._first(NllMetrics)
 
     @cached_property
-    def latency(self) -> Record | None:
-        """First record with step times."""
-        return self._first(StepMetrics)
+    def latency(self) -> StepMetrics | None:
+        """Step times of the first record of a task with step times; None if the cell failed or was not measured."""
+        record = self._first(StepMetrics)
+        return None if record is None else record.measured(StepMetrics)
 
     def _first(self, metrics: type[Metrics]) -> Record | None:
         return next((r for r in self.records if r.measures(metrics)), None)
@@ -106,7 +107,7 @@ class Row:
     @property
     def nll(self) -> float | None:
         """Nats per token over all scored tokens; None if the cell failed or was not measured."""
-        metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
+        metrics = None if self.perplexity is None else self.perplexity.measured(NllMetrics)
         return None if metrics is None else metrics.nll
 
     @property
@@ -151,8 +152,7 @@ class Row:
     @property
     def step_ms(self) -> float | None:
         """Milliseconds of a decode step."""
-        metrics = self.latency.measured(StepMetrics) if self.latency is not None else None
-        return None if metrics is None else metrics.step_ms
+        return None if self.latency is None else self.latency.step_ms
 
 
 def rows(records: Sequence[Record]) -> list[Row]:

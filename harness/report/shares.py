@@ -59,12 +59,18 @@ def streams_of(record: Record) -> list[Stream] | None:
     return [(record.cell.task.name, i * streams // metrics.questions) for i in range(metrics.questions)]
 
 
+def is_answered(record: Record) -> bool:
+    """Return whether a record has a number of right answers."""
+    metrics = record.measured(QuestionMetrics)
+    return metrics is not None and metrics.right is not None
+
+
 def answers(records: Sequence[Record]) -> Answers | None:
     """Return the right answers of all records in total; None if no record has answers.
 
     Streams of one task and number are merged. If there are streams, each independent question counts as a stream.
     """
-    answered = [(r, m) for r in records if (m := r.measured(QuestionMetrics)) and m.right is not None]
+    answered = [(r, m) for r in filter(is_answered, records) if (m := r.measured(QuestionMetrics))]
     if not answered:
         return None
     right, questions = sum(m.right or 0 for _, m in answered), sum(m.questions for _, m in answered)

@@ -14,11 +14,12 @@ from typing import Literal
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.records.metrics import NllMetrics, StepMetrics
 from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, paired, past_training
 from kvbench.harness.report.ranks import Pair, Rank, answer_comparison, pair_changes, ranks
 from kvbench.harness.report.rows import CONTROL, Row, rows, short_names
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
+from kvbench.harness.report.shares import is_answered
 from kvbench.harness.report.verify import CACHELESS, kv_bytes
 
 _MAX_NATS = 700  # largest argument of the exponential without overflow
@@ -40,25 +41,21 @@ def reference(question: Question, capacity: int | None) -> Row | None:
     A recomputed window that scored only every `stride`-th token comes after dense, so that losses and ranks are over the same
     tokens wherever possible.
     """
-    dense = question.dense if question.dense is not None and not _has_trend(question, question.dense) else None
+    dense = None if question.dense is None or _has_trend(question, question.dense) else question.dense
     ours = [r for r in question.references if r.records[0].facts.code is None and question.figure(r) is not None]
     recomputed = [r for r in ours if r is not question.dense]
     if dense is not None:
         recomputed = [r for r in recomputed if r.stride == 1]
-    sizes = {r.cell.capacity for r in recomputed}
-    if recomputed and set(question.capacities) <= sizes:
-        return _best(question, [r for r in recomputed if r.cell.capacity == capacity])
+    rivals = recomputed
     if recomputed:
-        largest = max(size or 0 for size in sizes)
-        return _best(question, [r for r in recomputed if (r.cell.capacity or 0) == largest])
-    if dense is not None:
+        sizes = {r.cell.capacity for r in recomputed}
+        size = capacity if set(question.capacities) <= sizes else max(sizes, key=lambda size: size or 0)
+        rivals = [r for r in recomputed if r.cell.capacity == size]
+    elif dense is not None:
         return dense
-    controls = [r for r in question.at(capacity) if r.cell.policy == CONTROL and question.figure(r) is not None]
-    return _best(question, controls) if controls else None
-
-
-def _best(question: Question, rows: Sequence[Row]) -> Row:
-    return min(rows, key=lambda r: question.figure(r) or 0.0)
+    else:
+        rivals = [r for r in question.at(capacity) if r.cell.policy == CONTROL and question.figure(r) is not None]
+    return min(rivals, key=lambda r: question.figure(r) or 0.0, default=None)
 
 
 def _has_trend(question: Question, dense: Row) -> bool:
@@ -215,14 +212,14 @@ def _texts(part: Sequence[Record], machine: str) -> Iterator[Question]:
         options = repr(record.cell.options)
         known = next((key for key in texts if key[0] == options), None) if record.status != "ok" else None
         texts.setdefault(known or (options, record.data.ids_sha256), []).append(record)
-    companions = [*poolable([r for r in part if _answers(r)]), *(r for r in part if r.measures(StepMetrics))]
+    companions = [*poolable(list(filter(is_answered, part))), *(r for r in part if r.measures(StepMetrics))]
     for text in texts.values():
         yield from _by_eviction("perplexity", text, companions, machine)
 
 
 def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
     """Yield a question for each task whose answers are right or wrong, and each time of eviction."""
-    tasks = grouped((r for r in part if _answers(r)), lambda r: (section_key(r), r.data.source))
+    tasks = grouped(filter(is_answered, part), lambda r: (section_key(r), r.data.source))
     for task in tasks.values():
         yield from _by_eviction("answers", task, [r for r in part if r.measures(StepMetrics)], machine)
 
@@ -243,19 +240,10 @@ def _by_eviction(measure: Measure, subject: list[Record], companions: list[Recor
         together = [r for r in alike if r.cell.stored == stored or (is_reference(r) and not r.cell.stored)]
         measured = [row for row in rows(together) if any(id(r) in names for r in row.records)]
         shown = [r for r in together if id(r) in names]
+        devices = sorted({r.facts.device for r in shown} - {""})
         mode = positions if several or positions != "cache" else ""
         coded = rows([r for r in subject if is_reference(r) and r.cell.stored not in ("", stored)])
-        yield Question(measure, shown, measured, evicts, mode, machine or _devices(shown), stored, coded)
-
-
-def _devices(records: Sequence[Record]) -> str:
-    """Return the names of the devices that measured the records, joined by "and"."""
-    return " and ".join(sorted({r.facts.device for r in records if r.facts.device}))
-
-
-def _answers(record: Record) -> bool:
-    metrics = record.measured(QuestionMetrics)
-    return metrics is not None and metrics.right is not None
+        yield Question(measure, shown, measured, evicts, mode, machine or " and ".join(devices), stored, coded)
 
 
 def poolable(records: Sequence[Record]) -> list[Record]:

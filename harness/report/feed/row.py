@@ -13,7 +13,6 @@ from kvbench.harness.core.intervals import Interval, median_interval
 from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.compare import MARKS, round_ratios
 from kvbench.harness.report.doubts import faults
@@ -23,7 +22,7 @@ from kvbench.harness.report.markdown import task_name, title
 from kvbench.harness.report.pairing import judge_interval
 from kvbench.harness.report.ranks import Rank
 from kvbench.harness.report.rows import CONTROL, Row
-from kvbench.harness.report.shares import answers
+from kvbench.harness.report.shares import answers, is_answered
 
 _FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # placeholder for the folder of a text in commands
 
@@ -95,9 +94,8 @@ def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Interval
 
 def answers_json(row: Row) -> list[dict[str, Any]]:
     """Return right answers by task, with the 95 % interval of their share. The ends are None if there are too few streams."""
-    answered = (r for r in row.records if (metrics := r.measured(QuestionMetrics)) and metrics.right is not None)
     result = []
-    for name, records in grouped(answered, task).items():
+    for name, records in grouped(filter(is_answered, row.records), task).items():
         total = answers(records)
         assert total is not None
         low, high = total.ends or (None, None)
@@ -109,8 +107,7 @@ def answers_json(row: Row) -> list[dict[str, Any]]:
 
 def _times_dense(question: Question, row: Row) -> list[float | None] | None:
     """Return the ratio of the step time to dense's, as [median, low, high]; None unless both were timed in the same rounds."""
-    dense = None if question.dense is None else question.dense.latency
-    ratios = None if dense is None or row.latency is None else round_ratios(row.latency, dense)
+    ratios = None if question.dense is None else round_ratios(row.latency, question.dense.latency)
     return None if not ratios else [figure(x) for x in (statistics.median(ratios), *median_interval(ratios))]
 
 
