@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,19 +31,18 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
         for row in budget["rows"]
         if row["kind"] != "reference" and row["loss"] and row["loss"]["low"] is not None
     ]
-    sizes_of = {name: {row["capacity"] for row in of_name} for name, of_name in grouped(rows, lambda row: row["name"]).items()}
-    few = max(1, len(set().union(*sizes_of.values())) // 2)
-    rows = [row for row in rows if len(sizes_of[row["name"]]) > few] or rows
-    most = _typical(sorted({r["name"]: max(x["loss"]["value"] for x in rows if x["name"] == r["name"]) for r in rows}.values()))
-    shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
+    by_name = grouped(rows, lambda row: row["name"])
+    few = max(1, len({row["capacity"] for row in rows}) // 2)
+    measured = {name for name, of_name in by_name.items() if len({row["capacity"] for row in of_name}) > few} or by_name.keys()
+    largest = {name: max(row["loss"]["value"] for row in by_name[name]) for name in measured}
+    most = _typical(sorted(largest.values()))
+    shown = [row for row in rows if largest.get(row["name"], math.inf) <= most]
     if not shown:
         return None
-    sizes = {row["capacity"] for row in shown} - {None}  # a policy without a fixed capacity has no place on the axis
-    several = len(sizes) > 1
-    shown = [row for row in shown if row["capacity"] is not None] if sizes else shown
+    sized = [row for row in shown if row["capacity"] is not None]  # other policies have no place on the axis
+    shown = sized or shown
     unit = "perplexity lost to {}, %" if question["measure"] == "perplexity" else "points of right answers lost to {}"
-    lost = chart.channel("loss", unit.format(shown[0]["loss"]["to_name"]))
-    spec = _lines(shown, lost) if several else _intervals(shown, lost)
+    spec = _spec(shown, unit.format(shown[0]["loss"]["to_name"]))
     names = ", ".join(dict.fromkeys(row["name"] for row in shown))
     alt = f"What each policy loses of {question['model']}, {question['subject']}, at each budget: {names}. 0 is no loss."
     return chart.Chart(name, alt, chart.make_visible(spec))
@@ -56,8 +56,9 @@ def _typical(losses: list[float]) -> float:
     return losses[-1] if losses else 0.0
 
 
-def _values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
+def _spec(rows: list[dict[str, Any]], unit: str) -> dict[str, Any]:
+    """Draw a line at 0, the interval of each loss, and the losses: over the budgets, or by policy if there is one budget."""
+    values = [
         {
             "policy": row["name"],
             "capacity": row["capacity"],
@@ -68,59 +69,34 @@ def _values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+    pairs, lost = [(row["name"], row["policy"]) for row in rows], chart.channel("loss", unit)
+    if len({row["capacity"] for row in rows}) > 1:
+        values.sort(key=lambda v: (v["policy"], v["capacity"]))
+        axis, across = "y", {"x": _budgets(values)}
+        size: dict[str, Any] = {"width": 560, "height": 260}
+        mark: dict[str, Any] = {"type": "line", "strokeWidth": 2.5, "point": {"size": 60}}
+        channels = {kind: chart.by_policy(kind, pairs) for kind in ("color", "strokeDash", "shape")}
+    else:
+        policy = chart.channel("policy", None, "nominal", sort=None, axis={"labelLimit": 260})
+        axis, across = "x", {"y": policy}
+        size = {"width": 420, "height": {"step": 18}}
+        mark = {"type": "point", "filled": True, "size": 70, "opacity": 1}
+        channels = {kind: {**chart.by_policy(kind, pairs), "legend": None} for kind in ("color", "shape")}
+    ends = {axis: {**lost, "field": "low"}, f"{axis}2": {"field": "high"}}
+    zero = {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {axis: lost}}
+    interval = {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": across | {"color": channels["color"]} | ends}
+    losses = {"mark": mark, "encoding": across | {axis: lost} | channels}
+    return size | {"data": {"values": values}, "layer": [zero, interval, losses]}
 
 
-def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
-    """Return the chart of the loss over the budget, labelled in tokens and in bytes of K and V relative to dense's."""
-    values = sorted(_values(rows), key=lambda v: (v["policy"], v["capacity"]))
+def _budgets(values: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the channel of the budget, labelled in tokens and in bytes of K and V relative to dense's."""
     ticks = {
         f"{v['capacity']:g}": [f"{v['capacity']} tokens", *([f"{v['share']} % of bytes"] if v["share"] else [])] for v in values
     }
     labels = f"({json.dumps(ticks)})[datum.value]"
-    x = chart.log_axis("capacity", "kept", base=2, padding=24, values=sorted({v["capacity"] for v in values}), labelExpr=labels)
-    channels = {kind: chart.by_policy(kind, _pairs(rows)) for kind in ("color", "strokeDash", "shape")}
-    line = {"type": "line", "strokeWidth": 2.5, "point": {"size": 60}}
-    return {"width": 560, "height": 260} | _layers(values, "y", lost, {"x": x}, line, channels)
-
-
-def _intervals(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
-    """Return the chart of each policy's interval, in the order of the table."""
-    y = chart.channel("policy", None, "nominal", sort=None, axis={"labelLimit": 260})
-    channels = {kind: {**chart.by_policy(kind, _pairs(rows)), "legend": None} for kind in ("color", "shape")}
-    point = {"type": "point", "filled": True, "size": 70, "opacity": 1}
-    return {"width": 420, "height": {"step": 18}} | _layers(_values(rows), "x", lost, {"y": y}, point, channels)
-
-
-def _pairs(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return name and policy of each row."""
-    return [(row["name"], row["policy"]) for row in rows]
-
-
-def _layers(
-    values: list[dict[str, Any]],
-    axis: str,
-    lost: dict[str, Any],
-    across: dict[str, Any],
-    mark: dict[str, Any],
-    channels: dict[str, Any],
-) -> dict[str, Any]:
-    """Draw a line at 0, the interval of each loss, and the losses.
-
-    Args:
-        values: values of the rows.
-        axis: axis of the losses, x or y.
-        lost: channel of the losses.
-        across: channel of the other axis.
-        mark: mark of a loss.
-        channels: channels that distinguish policies.
-    """
-    ends = {axis: {**lost, "field": "low"}, f"{axis}2": {"field": "high"}}
-    zero = {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {axis: lost}}
-    interval = {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": across | {"color": channels["color"]} | ends}
-    return {
-        "data": {"values": values},
-        "layer": [zero, interval, {"mark": mark, "encoding": across | {axis: lost} | channels}],
-    }
+    capacities = sorted({v["capacity"] for v in values})
+    return chart.log_axis("capacity", "kept", base=2, padding=24, values=capacities, labelExpr=labels)
 
 
 def over_bytes(equal: dict[str, Any], name: str) -> chart.Chart:
@@ -157,7 +133,11 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
 
 def _value(row: dict[str, Any], of_text: bool, dtype: str) -> dict[str, Any] | None:
     """Return a point; None if the row has no share of bytes, or loses more than `_MOST_LOST`."""
-    y = _lost(row) if of_text else 100 * row["answers"][0]["share"] if row["answers"] else None
+    if of_text:
+        is_dense = row["policy"] == "dense" and not row["stored"]
+        y = row["loss"]["value"] if row["loss"] is not None else 0.0 if is_dense else None
+    else:
+        y = 100 * row["answers"][0]["share"] if row["answers"] else None
     if y is None or not row["kv_share"] or (of_text and y > _MOST_LOST):
         return None
     order = [dtype, "int8", "int4", "kivi4", "int2", "kivi2"]
@@ -165,13 +145,6 @@ def _value(row: dict[str, Any], of_text: bool, dtype: str) -> dict[str, Any] | N
     first = stored.split()[0]
     place = order.index(first) if first in order else len(order)
     return {"policy": row["policy"], "format": stored, "share": row["kv_share"], "y": y, "order": [place, stored]}
-
-
-def _lost(row: dict[str, Any]) -> float | None:
-    if row["loss"] is not None:
-        lost: float = row["loss"]["value"]
-        return lost
-    return 0.0 if row["policy"] == "dense" and not row["stored"] else None
 
 
 def _front(values: Sequence[dict[str, Any]], less_is_better: bool) -> list[dict[str, float]]:
