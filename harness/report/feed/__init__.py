@@ -51,8 +51,8 @@ def feed(records: Iterable[Record]) -> dict[str, Any]:
 
 def answers(open_questions: Sequence[Question]) -> dict[str, Any]:
     """Return the part of a feed that answers questions: each question, and the questions at equal bytes."""
-    formats = [equal_bytes.as_json(together) for together in equal_bytes.together(open_questions)]
-    answered: dict[str, Any] = make_visible({"questions": [_question(q) for q in open_questions], "equal_bytes": formats})
+    entries = {"questions": [_question(q) for q in open_questions], "equal_bytes": list(equal_bytes.entries(open_questions))}
+    answered: dict[str, Any] = make_visible(entries)
     return answered
 
 

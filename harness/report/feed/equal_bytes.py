@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -12,7 +12,7 @@ from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.shown import visible
 from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question
-from kvbench.harness.report.feed.row import answers_json, figure, loss_json
+from kvbench.harness.report.feed.row import answers_json, figure, loss_to
 from kvbench.harness.report.feed.words import finding
 from kvbench.harness.report.ranks import pair_changes, ranks
 from kvbench.harness.report.rows import Row
@@ -57,22 +57,18 @@ class Formats:
         return repr([_alike(row), row.cell.parameters if several else None])
 
 
-def together(questions: Iterable[Question]) -> list[Formats]:
-    """Return the questions with more than one format and a dense cache in the model's dtype."""
-    groups = grouped(questions, lambda question: words.identifier(replace(question, stored=""))).values()
-    return [formats for group in groups if len(group) > 1 and (formats := _formats(group))]
+def entries(questions: Iterable[Question]) -> Iterator[dict[str, Any]]:
+    """Yield the feed's entries of the questions with more than one format and a dense cache in the model's dtype."""
+    for group in grouped(questions, lambda question: words.identifier(replace(question, stored=""))).values():
+        rows = {row.id: row for question in group for row in (*question.rows, *question.coded)}
+        records = {record.cell_id: record for row in rows.values() for record in row.records}
+        dense = next((row for row in rows.values() if row.cell.is_dense and not row.cell.stored and _held(row)), None)
+        if len(group) > 1 and dense is not None:
+            whole = replace(group[0], records=list(records.values()), rows=list(rows.values()), stored="")
+            yield _entry(Formats(group, whole, dense))
 
 
-def _formats(group: Sequence[Question]) -> Formats | None:
-    rows = {row.id: row for question in group for row in (*question.rows, *question.coded)}
-    records = {record.cell_id: record for row in rows.values() for record in row.records}
-    dense = next((row for row in rows.values() if row.cell.is_dense and not row.cell.stored and _held(row)), None)
-    whole = replace(group[0], records=list(records.values()), rows=list(rows.values()), stored="")
-    return None if dense is None else Formats(group, whole, dense)
-
-
-def as_json(formats: Formats) -> dict[str, Any]:
-    """Return the entry of the feed."""
+def _entry(formats: Formats) -> dict[str, Any]:
     question = formats.whole
     rows = {row.id: _row(formats, row) for row in question.rows if _held(row) and question.figure(row) is not None}
     kept = {share: {row.id: row for row in formats.at(share)} for share in SHARES}
@@ -89,20 +85,18 @@ def as_json(formats: Formats) -> dict[str, Any]:
 def _row(formats: Formats, row: Row) -> dict[str, Any]:
     """Return the feed's entry of a row without its rank, which depends on the size."""
     question, held, whole = formats.whole, _held(row), _held(formats.dense)
-    compared = None if row is formats.dense else question.comparison(formats.dense, row)
-    dense = formats.dense
-    lost = None if compared is None else loss_json(question.measure, row, dense, "dense", compared)
+    tokens = f" of {row.cell.capacity:,} tokens" if row.cell.capacity else ""
     return {
         "id": row.id,
         "policy": visible(row.cell.policy),
-        "name": _name(row),
+        "name": visible(f"{row.cell.policy}{tokens}{f' as {row.cell.stored}' if row.cell.stored else ''}"),
         "stored": visible(row.cell.stored),
         "capacity": row.cell.capacity,
         "held_bytes": held,
         "kv_share": figure(held / whole) if held and whole else None,
         "perplexity": figure(question.perplexity(row, formats.largest)),
         "answers": answers_json(row),
-        "loss": lost,
+        "loss": loss_to(question, row, formats.dense),
     }
 
 
@@ -130,11 +124,6 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
 
 def _alike(row: Row) -> list[object]:
     return [row.cell.policy, row.cell.seed, row.cell.stored]
-
-
-def _name(row: Row) -> str:
-    tokens = f" of {row.cell.capacity:,} tokens" if row.cell.capacity else ""
-    return visible(f"{row.cell.policy}{tokens}{f' as {row.cell.stored}' if row.cell.stored else ''}")
 
 
 def _held(row: Row) -> int | None:

@@ -177,7 +177,8 @@ class Question:
 
         The interval of two caches of one capacity is corrected for the number of pairs. Any other interval is of one comparison.
         """
-        return self.changes.get((base.id, row.id)) or self.comparison(base, row)
+        same_capacity = row.cell.capacity == base.cell.capacity
+        return (self.changes.get((base.id, row.id)) if same_capacity else None) or self.comparison(base, row)
 
     @cached_property
     def common(self) -> Common:

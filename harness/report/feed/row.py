@@ -9,14 +9,14 @@ import statistics
 from typing import Any
 
 from kvbench.harness.core.grouped import grouped
-from kvbench.harness.core.intervals import Interval, median_interval
+from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report import sections
 from kvbench.harness.report.compare import MARKS, round_ratios
 from kvbench.harness.report.doubts import faults
-from kvbench.harness.report.feed.question import Measure, Question, is_reference, percent
+from kvbench.harness.report.feed.question import Question, is_reference, percent
 from kvbench.harness.report.feed.words import origin, task
 from kvbench.harness.report.markdown import task_name, title
 from kvbench.harness.report.pairing import judge_interval
@@ -67,19 +67,16 @@ def row_json(question: Question, row: Row, rank: Rank | None, base: Row | None) 
 
 
 def loss_to(question: Question, row: Row, base: Row | None) -> dict[str, Any] | None:
-    """Return the feed's entry of a row's loss to another row; None if the two can't be paired."""
-    change = None if base is None or row is base else question.change(row, base)
-    return None if base is None or change is None else loss_json(question.measure, row, base, question.names[base.id], change)
+    """Return the feed's entry of a row's loss to another row; None if the two can't be paired.
 
-
-def loss_json(measure: Measure, row: Row, base: Row, name: str, change: Interval) -> dict[str, Any]:
-    """Return the feed's entry of the loss of `row` to `base`: in % of perplexity or in percentage points, and in nats per token.
-
-    name: name of `base`. change: change from `base` to `row`, in nats per token or as a share of right answers.
+    The loss is in % of perplexity and in nats per token, or in percentage points of right answers.
     """
-    of_text, ends = measure == "perplexity", (change.mean, change.low, change.high)
+    change = None if base is None or row is base else question.change(row, base)
+    if base is None or change is None:
+        return None
+    of_text, ends = question.measure == "perplexity", (change.mean, change.low, change.high)
     value, low, high = (None if x is None else figure(percent(x) if of_text else 100 * x) for x in ends)
-    capacity = base.cell.capacity
+    name, capacity = question.names[base.id], base.cell.capacity
     return {
         "to": base.id,
         "to_name": name if capacity in (None, row.cell.capacity) else f"{name} at {capacity:,}",
