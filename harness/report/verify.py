@@ -34,15 +34,14 @@ def problems(record: Record, folder: Path) -> list[str] | None:
     trace = open_trace(record, folder)
     missing = trace is None and record.trace is not None
     wrong = [*([] if missing else _trace_problems(record, trace)), *_keep_map_problems(record, folder)]
-    sources = [_from_record(record), *([_from_trace(record, trace)] if isinstance(trace, TraceFile) and not wrong else [])]
+    sound_trace = trace if isinstance(trace, TraceFile) and not wrong else None
     wrong += record.metrics.impossible()
     recorded = record.metrics.as_json() | {"facts": {"tokens_per_second": record.facts.tokens_per_second}}
     expected: dict[str, tuple[Any, float]] = {}
-    for source in sources:
-        try:
-            expected |= {name: (value, tolerance) for name, value, tolerance in source}
-        except Exception as error:  # traces and figures may contain anything
-            wrong.append(f"its figures can't be recomputed ({type(error).__name__}: {error})")
+    try:
+        expected.update((name, (value, tolerance)) for name, value, tolerance in _recomputed(record, sound_trace))
+    except Exception as error:  # traces and figures may contain anything
+        wrong.append(f"its figures can't be recomputed ({type(error).__name__}: {error})")
     for name, (value, tolerance) in expected.items():
         figure: Any = recorded
         for part in name.split("."):
@@ -73,8 +72,8 @@ def _keep_map_problems(record: Record, folder: Path) -> list[str]:
     return [f"its keep map {path.name} {problem}"] if problem else []
 
 
-def _from_record(record: Record) -> Recomputed:
-    """Yield all figures that need no trace."""
+def _recomputed(record: Record, trace: TraceFile | None) -> Recomputed:
+    """Yield all figures that need no trace, then those that follow from the trace if there is one."""
     yield from ((name, value, 0.0) for name, value in record.metrics.derived(record.cell))
     size, names = kv_bytes(record), record.metrics.as_json()
     if size is not None:
@@ -84,10 +83,8 @@ def _from_record(record: Record) -> Recomputed:
         speed = tokens / seconds
         rounding = _SPEED_ROUNDING + tokens / (seconds - _SECONDS_ROUNDING) - speed
         yield "facts.tokens_per_second", speed, 1.01 * rounding
-
-
-def _from_trace(record: Record, trace: TraceFile) -> Recomputed:
-    yield from ((name, value, _TOLERANCES.get(name, 0.0)) for name, value in task_of(record).from_trace(record, trace).items())
+    figures = {} if trace is None else task_of(record).from_trace(record, trace)
+    yield from ((name, value, _TOLERANCES.get(name, 0.0)) for name, value in figures.items())
 
 
 def kv_bytes(record: Record, held: bool = False) -> int | None:
