@@ -92,7 +92,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
         raise UserError(f"{results}: no page written, because rendering failed for every record there")
     _write_all(output, len(records) - len(broken))
     if figures:
-        files = losses.write(losses.charts(output.feed), writable(Path(figures)), form or "pdf")
+        files = losses.draw(output.feed, writable(Path(figures)), form or "pdf")
         _report_pictures(len(files), Path(figures))
     if forged:
         click.echo(f"bench: {forged} of {forged + len(records)} records are not correct: see bench records verify", err=True)

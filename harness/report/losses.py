@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,11 +142,6 @@ def _compared(question: Question, row: Row, base: Row) -> dict[str, Any]:
     }
 
 
-def charts(data: dict[str, Any]) -> list[chart.Chart]:
-    """Draw the loss of each policy at each budget: a chart per question of the feed whose losses have intervals."""
-    return [drawn for question in data["questions"] if (drawn := over_budgets(question, question["id"]))]
-
-
 def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf") -> list[Path]:  # noqa: A002 - as in matplotlib
     """Draw the loss of each policy at each budget, in a file per question.
 
@@ -160,12 +155,13 @@ def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf
     """
     target = Path(folder).expanduser()
     target.mkdir(parents=True, exist_ok=True)
-    return write(charts(answers(questions(with_doubts(records)))), target, format)
+    return draw(answers(questions(with_doubts(records))), target, format)
 
 
-def write(drawn: Iterable[chart.Chart], folder: Path, form: str) -> list[Path]:
-    """Write each chart to a file in a folder. Return the files."""
-    files = {folder / f"{drawing.name}.{form}": drawing for drawing in drawn}
-    for path, drawing in files.items():
-        chart.picture(drawing.spec, path)
+def draw(data: dict[str, Any], folder: Path, form: str) -> list[Path]:
+    """Draw the losses of each question of the feed whose losses have intervals, in a file of the folder. Return the files."""
+    charts = (over_budgets(question, question["id"]) for question in data["questions"])
+    files = {folder / f"{drawn.name}.{form}": drawn.spec for drawn in charts if drawn is not None}
+    for path, spec in files.items():
+        chart.picture(spec, path)
     return list(files)
