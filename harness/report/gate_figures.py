@@ -45,8 +45,6 @@ class Pair:
     """Two records of a cell: the baseline's record and the record to judge.
 
     Attributes:
-        base: record of the baseline.
-        now: record to judge.
         folders: folders of the two records and their traces.
         run: all records of the run that measured `now`.
         base_run: all records of the baseline.

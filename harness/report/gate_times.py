@@ -42,14 +42,7 @@ _BYTES_ALLOWANCE = {
 
 
 class Band(BaseModel):
-    """Range of the ratio of a cell's step time to its yardstick's in runs of unchanged code.
-
-    Attributes:
-        ratio: median over the runs.
-        low: lower end of the range.
-        high: upper end of the range.
-        runs: number of runs from which the band was learnt.
-    """
+    """Range of the ratio of a cell's step time to its yardstick's, and the median ratio, in runs of unchanged code."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

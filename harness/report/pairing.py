@@ -293,16 +293,12 @@ Traces = tuple[TraceFile | None, TraceFile | None]  # of two records, where avai
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two records in a metric.
+    """Difference of two records in a metric, of which they have the figures `a` and `b`, with the verdict on `b`.
 
     Attributes:
-        metric: name of the metric.
-        a: figure of the first record; None without a figure.
-        b: figure of the second record; None without a figure.
         change: b - a; for `step_ms`, b / a - 1; None if unknown.
         low: lower end of the 95 % interval of `change`; None without an interval.
         high: upper end of the interval.
-        verdict: verdict on b.
         why: explanation of the verdict, if the figures alone don't explain it.
     """
 

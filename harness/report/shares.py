@@ -22,12 +22,9 @@ Stream = tuple[str, int]  # task, number of the stream
 
 @dataclass(frozen=True)
 class Answers:
-    """Number of right answers, in total and by stream.
+    """Numbers of right answers and of questions, in total and by stream.
 
-    Attributes:
-        right: number of right answers.
-        questions: number of questions.
-        streams: (right answers, questions) of each stream; empty if every question has its own cache.
+    streams: (right answers, questions) of each stream; empty if every question has its own cache.
     """
 
     right: int

@@ -22,12 +22,9 @@ SHARES = tuple(Fraction(1, 2**halvings) for halvings in range(1, 6))  # shares o
 
 @dataclass(frozen=True)
 class Formats:
-    """Questions that differ only in the format of K and V, combined to one question.
+    """Questions that differ only in the format of K and V (`parts`), combined to one question with the rows of all (`whole`).
 
-    Attributes:
-        parts: the questions.
-        whole: combined question with the rows of all parts.
-        dense: row of dense in the model's dtype.
+    dense: row of dense in the model's dtype.
     """
 
     parts: Sequence[Question]
