@@ -112,14 +112,12 @@ def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
 
     The mode is empty if no policy has several modes.
     """
-    modes: dict[tuple[object, ...], set[str]] = {}
-    for record in (r for r in records if not is_reference(r)):
-        cell = record.cell
-        modes.setdefault((cell.policy, repr(cell.parameters), cell.capacity, cell.evicts, cell.stored), set()).add(cell.positions)
-    if all(len(several) < 2 for several in modes.values()):
+    cells = [r.cell for r in records if not is_reference(r)]
+    alike = grouped(cells, lambda cell: (cell.policy, repr(cell.parameters), cell.capacity, cell.evicts, cell.stored))
+    if all(len({cell.positions for cell in of_policy}) < 2 for of_policy in alike.values()):
         return [("", records)]
-    positions = list(dict.fromkeys(r.cell.positions for r in records if not is_reference(r)))
-    return [(mode, [r for r in records if is_reference(r) or r.cell.positions == mode]) for mode in positions]
+    modes = dict.fromkeys(cell.positions for cell in cells)
+    return [(mode, [r for r in records if is_reference(r) or r.cell.positions == mode]) for mode in modes]
 
 
 def _text_or_prompt(record: Record) -> str:

@@ -65,10 +65,10 @@ def _trace_problems(record: Record, trace: TraceFile | Problem | None) -> list[s
 def _keep_map_problems(record: Record, folder: Path) -> list[str]:
     """Return the problems of the keep map's file. The file may be missing, because no figure follows from it."""
     kept = record.facts.keep_map
-    path = None if kept is None else folder / Path(kept.file).name
-    if kept is None or path is None or not os.path.lexists(path):
+    if kept is None:
         return []
-    problem = file_problem(path, kept.sha256)
+    path = folder / Path(kept.file).name
+    problem = file_problem(path, kept.sha256) if os.path.lexists(path) else ""
     return [f"its keep map {path.name} {problem}"] if problem else []
 
 

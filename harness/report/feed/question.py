@@ -6,6 +6,7 @@ Rows of a question can be compared with each other. No question has two texts or
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -249,9 +250,6 @@ def _by_eviction(measure: Measure, subject: list[Record], companions: list[Recor
 
 def poolable(records: Sequence[Record]) -> list[Record]:
     """Leave out tasks whose right answers must not be added up, such as query-aware and query-blind answers."""
-    variants: dict[str, set[str]] = {}
-    for record in records:
-        options = record.cell.options
-        key = repr([options.get(name) for name in record.cell.task.never_pooled_over])
-        variants.setdefault(record.cell.task.name, set()).add(key)
-    return [r for r in records if len(variants[r.cell.task.name]) == 1]
+    manners = {(r.cell.task.name, repr([r.cell.options.get(name) for name in r.cell.task.never_pooled_over])) for r in records}
+    variants = Counter(name for name, _ in manners)
+    return [r for r in records if variants[r.cell.task.name] == 1]
