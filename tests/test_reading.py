@@ -89,7 +89,7 @@ def test_batch_and_block_change_nothing(policy, prompt, method):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
     prompts = [context for context, _ in asked]
     assert one.generate(prompts, 5, lambda ids: False) == many.generate(prompts, 5, lambda ids: False)
-    assert one.kv_bytes == many.kv_bytes == model_of("llama").kv_bytes(CAPACITY)
+    assert one.sizes["kv_bytes"] == many.sizes["kv_bytes"] == model_of("llama").kv_bytes(CAPACITY)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,8 @@ def test_answers_after_a_cut_prompt_do_not_depend_on_the_batch(policy):
     assert said == many.generate(prompts, 12, lambda ids: False)
     assert said != RequestReader(model_of("llama"), CacheConfig(policy, CAPACITY)).generate(prompts, 12, lambda ids: False)
     per_token = model_of("llama").kv_bytes(0)
-    assert one.held_bytes == (max(min(len(p), CAPACITY) for p in prompts) + 11) * per_token <= one.kv_bytes
+    largest = (max(min(len(p), CAPACITY) for p in prompts) + 11) * per_token
+    assert one.sizes["kv_held_bytes"] == largest <= one.sizes["kv_bytes"]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -241,7 +242,7 @@ def test_what_is_not_finite_is_no_score():
 def test_bytes_held_are_those_of_the_tokens_that_are_kept():
     reader, kv_bytes = RequestReader(model_of("llama"), CacheConfig(H2O(), CAPACITY)), model_of("llama").kv_bytes
     reader.loglikelihoods(requests())
-    assert (reader.held_bytes, reader.kv_bytes) == (kv_bytes(CAPACITY - 1), kv_bytes(CAPACITY))
+    assert (reader.sizes["kv_held_bytes"], reader.sizes["kv_bytes"]) == (kv_bytes(CAPACITY - 1), kv_bytes(CAPACITY))
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1.5, "top_k": 3}, {"temperature": 1.2, "top_p": 0.6}], ids=str)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.decoder import CacheConfig, Decoder, read_blocks
 from kvbench.harness.engine.loop import CachedDecoder, read_bytes
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
@@ -50,40 +50,29 @@ class _Group:
     last_tokens: dict[int, int] = field(default_factory=dict)  # last token of each request, by the request's number
 
 
-class _BatchTensors(NamedTuple):
-    """A batch of groups as tensors."""
+class _Batch:
+    """A batch of groups as tensors, with running sums of the scores of its requests.
 
-    ids: Tensor  # the streams, padded at the end. [B, L] int64
-    numbers: list[int]  # number of every request. [R]
-    streams: Tensor  # stream of every request. [R] int64
-    targets: Tensor  # for every request, the token after each token of its stream. [R, L] int64
-    scored: Tensor  # whether a target is in the continuation. [R, L] bool
+    Attributes:
+        ids: the streams, padded at the end. [B, L] int64.
+        scored: whether the token after each token of a request's stream is in the continuation. [R, L] bool.
+    """
 
-
-def _batch_tensors(batch: Sequence[_Group]) -> _BatchTensors:
-    texts = [group.context + group.continuation for group in batch]
-    length = max(len(text) for text in texts)
-    requests = [(row, number, last) for row, group in enumerate(batch) for number, last in group.last_tokens.items()]
-    streams = torch.tensor([row for row, _, _ in requests])
-    starts = torch.tensor([len(group.context) - 1 for group in batch])[streams, None]
-    ends = torch.tensor([len(text) for text in texts])[streams, None]
-    place = torch.arange(length)
-    return _BatchTensors(
-        ids=torch.tensor([text + [0] * (length - len(text)) for text in texts]),
-        numbers=[number for _, number, _ in requests],
-        streams=streams,
-        targets=torch.tensor([[*texts[row][1:], last, *[0] * (length - len(texts[row]))] for row, _, last in requests]),
-        scored=(place >= starts) & (place < ends),
-    )
-
-
-class _Totals:
-    """Running sums of the scores of a batch."""
-
-    def __init__(self, layout: _BatchTensors) -> None:
-        self._layout = layout
-        self._logprob = torch.zeros(len(layout.numbers), dtype=torch.float64)
-        self._greedy = torch.ones(len(layout.numbers), dtype=torch.bool)
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        texts = [group.context + group.continuation for group in groups]
+        length = max(len(text) for text in texts)
+        requests = [(row, number, last) for row, group in enumerate(groups) for number, last in group.last_tokens.items()]
+        self._numbers = [number for _, number, _ in requests]
+        self._streams = torch.tensor([row for row, _, _ in requests])  # stream of every request. [R] int64
+        # For every request, the token after each token of its stream. [R, L] int64
+        self._targets = torch.tensor([[*texts[row][1:], last, *[0] * (length - len(texts[row]))] for row, _, last in requests])
+        self._logprob = torch.zeros(len(requests), dtype=torch.float64)
+        self._greedy = torch.ones(len(requests), dtype=torch.bool)
+        starts = torch.tensor([len(group.context) - 1 for group in groups])[self._streams, None]
+        ends = torch.tensor([len(text) for text in texts])[self._streams, None]
+        place = torch.arange(length)
+        self.ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
+        self.scored = (place >= starts) & (place < ends)
 
     def add(self, logits: Tensor, columns: Tensor) -> None:
         """Add the scores of the targets in some columns.
@@ -95,14 +84,14 @@ class _Totals:
         Raises:
             ArithmeticError: a log-probability is not finite.
         """
-        target = self._layout.targets[:, columns].to(logits.device)
-        stream = self._layout.streams.to(logits.device)[:, None]
+        target = self._targets[:, columns].to(logits.device)
+        stream = self._streams.to(logits.device)[:, None]
         place = torch.arange(len(columns), device=logits.device)
         logits = logits.float()
         target_logits = logits[stream, place, target]
         logprobs = (target_logits - logits.logsumexp(-1)[stream, place]).cpu().double()
         is_best = (target_logits >= logits.amax(-1)[stream, place]).cpu()  # `argmax` takes ten times as long
-        scored = self._layout.scored[:, columns]
+        scored = self.scored[:, columns]
         if not bool(logprobs[scored].isfinite().all()):
             raise ArithmeticError("a log-probability is not finite")
         self._logprob += logprobs.where(scored, 0.0).sum(1)
@@ -110,8 +99,7 @@ class _Totals:
 
     def scores(self) -> dict[int, Scored]:
         """Return the score of every request, by its number."""
-        scores = zip(self._logprob.tolist(), self._greedy.tolist(), strict=True)
-        return {number: Scored(*score) for number, score in zip(self._layout.numbers, scores, strict=True)}
+        return dict(zip(self._numbers, map(Scored, self._logprob.tolist(), self._greedy.tolist()), strict=True))
 
 
 @dataclass
@@ -129,10 +117,9 @@ class RequestReader:
     batch: int = 16  # requests run together
     block: int = 2048  # tokens per forward pass, all streams together
     method: Method = EAGER
-    kv_bytes: int = 0  # largest number of bytes allocated so far for a stream's K and V
-    held_bytes: int = 0  # largest number of bytes of K and V held so far by a stream
-    read_bytes: int | None = None  # largest number of bytes of the cache that a token read, if the policy selects
-    state_bytes: int = 0  # largest number of bytes so far of a stream's other state
+    sizes: dict[str, int | None] = field(  # largest numbers of a stream's bytes so far, by the names of `Metrics`
+        default_factory=lambda: {"kv_bytes": 0, "kv_held_bytes": 0, "state_bytes": 0, "kv_read_bytes": None}
+    )
 
     def __post_init__(self) -> None:
         if self.prompt == "truncate" and self.longest is None:
@@ -232,43 +219,35 @@ class RequestReader:
     @torch.inference_mode()
     def _scored(self, batch: Sequence[_Group]) -> dict[int, Scored]:
         """Score a batch. Streams with a common start are forked from a stream that has read the start."""
-        contexts = [group.context for group in batch]
         logits: Tensor | None = None
-        shared = batch[0].prompt if self.reads_whole_prompts else min(map(len, contexts)) - 1  # tokens before scored ones
+        # Tokens of every stream that come before the scored ones.
+        shared = batch[0].prompt if self.reads_whole_prompts else min(len(group.context) for group in batch) - 1
         rows = _numbered((group.prompt, *group.context[:shared]) for group in batch)
-        distinct = [batch[rows.index(row)] for row in range(max(rows) + 1)]
-        opening = [group.context[:shared] for group in distinct]
-        if self.reads_whole_prompts:
-            decoder, logits = self._read_whole(opening)
-            decoder, logits = decoder.fork(rows), logits[rows]
-        elif len(opening) == len(batch) or not shared:  # nothing in common
+        if self.reads_whole_prompts or (shared and max(rows) + 1 < len(batch)):
+            decoder, logits = self._opened(rows, [group.context[:shared] for group in batch], [group.prompt for group in batch])
+        else:  # nothing in common
             shared, decoder = 0, self._open([group.prompt for group in batch])
-        else:
-            decoder = self._open([group.prompt for group in distinct])
-            self._prefill(decoder, opening)
-            decoder = decoder.fork(rows)
-        return self._scored_from(decoder, _batch_tensors(batch), shared, logits)
+        return self._scored_from(decoder, _Batch(batch), shared, logits if self.reads_whole_prompts else None)
 
-    def _scored_from(self, decoder: Decoder, layout: _BatchTensors, start: int, logits: Tensor | None) -> dict[int, Scored]:
+    def _scored_from(self, decoder: Decoder, batch: _Batch, start: int, logits: Tensor | None) -> dict[int, Scored]:
         """Read every stream from its token `start` on, and score the requests.
 
         Args:
             logits: logits after the token before `start`, if a request needs them. [B, V].
         """
-        streams, length = layout.ids.shape
-        totals = _Totals(layout)
+        streams, length = batch.ids.shape
         if logits is not None:
-            totals.add(logits[:, None], torch.tensor([start - 1]))
+            batch.add(logits[:, None], torch.tensor([start - 1]))
         width = self._width(streams)
         for first in range(start, length, width):
             part = torch.arange(first, min(first + width, length))
-            columns = part[layout.scored[:, part].any(0)]
+            columns = part[batch.scored[:, part].any(0)]
             keep = columns - first if len(columns) else torch.tensor([0])
-            logits = decoder(layout.ids[:, part].to(self.model.device), keep=keep.to(self.model.device))
+            logits = decoder(batch.ids[:, part].to(self.model.device), keep=keep.to(self.model.device))
             if len(columns):
-                totals.add(logits, columns)
+                batch.add(logits, columns)
         self._note_bytes(decoder, streams)
-        return totals.scores()
+        return batch.scores()
 
     @torch.inference_mode()
     def _answers(
@@ -284,15 +263,7 @@ class RequestReader:
         Then all streams step together: longer prompts are still read while shorter prompts are answered.
         """
         shared, numbers = min(cuts), _numbered(zip(map(tuple, prompts), cuts, strict=True))
-        distinct = [numbers.index(number) for number in range(max(numbers) + 1)]
-        opening = [prompts[which][:shared] for which in distinct]
-        if self.reads_whole_prompts:
-            decoder, logits = self._read_whole(opening)
-        else:
-            decoder = self._open([cuts[which] for which in distinct])
-            logits = self._prefill(decoder, opening)
-        if len(distinct) < len(prompts):
-            decoder, logits = decoder.fork(numbers), logits[numbers]
+        decoder, logits = self._opened(numbers, [prompt[:shared] for prompt in prompts], cuts)
         answers: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))  # the prompt that each stream reads
         unfinished = set(rows)
@@ -326,34 +297,35 @@ class RequestReader:
             decoder.begin_prompt(torch.tensor(prompts))
         return decoder
 
-    def _read_whole(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, Tensor]:
-        """Read prompts of equal length in full, then evict. Return the decoder, and the logits after the last token, [B, V]."""
-        decoder, tokens = self._open([len(prompt) for prompt in prompts]), torch.tensor(prompts, device=self.model.device)
-        return decoder, decoder.read_prompt(tokens, self._width(len(prompts)), once=self.prompt == "once")
+    def _opened(self, rows: Sequence[int], openings: Sequence[list[int]], prompts: Sequence[int]) -> tuple[Decoder, Tensor]:
+        """Read the beginnings of a batch's streams. Streams of the same row are read once, and forked.
 
-    def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts of equal length. Return the logits after the last token, [B, V]."""
-        tokens = torch.tensor(prompts, device=self.model.device)
-        for part in tokens.split(self._width(len(prompts)), 1):
-            logits = decoder(part, keep=torch.tensor([part.shape[1] - 1], device=self.model.device))
-        return logits[:, -1]
+        Args:
+            rows: row of each stream, counted from 0. [B].
+            openings: first tokens of each stream, all of one length.
+            prompts: number of tokens of each stream's prompt.
+
+        Returns:
+            The decoder, and the logits after the last token. [B, V].
+        """
+        distinct = [rows.index(row) for row in range(max(rows) + 1)]
+        tokens = torch.tensor([openings[stream] for stream in distinct], device=self.model.device)
+        decoder, width = self._open([prompts[stream] for stream in distinct]), self._width(len(distinct))
+        if self.reads_whole_prompts:
+            logits = decoder.read_prompt(tokens, width, once=self.prompt == "once")
+        else:
+            logits = read_blocks(decoder, tokens, width)
+        return (decoder.fork(rows), logits[rows]) if len(distinct) < len(rows) else (decoder, logits)
 
     def _width(self, streams: int) -> int:
         """Return the number of tokens of each stream in a forward pass."""
         return max(1, self.block // streams)
 
-    @property
-    def sizes(self) -> dict[str, int | None]:
-        """Largest numbers of bytes so far, by the names of `Metrics`."""
-        held = {"kv_bytes": self.kv_bytes, "kv_held_bytes": self.held_bytes, "state_bytes": self.state_bytes}
-        return {**held, "kv_read_bytes": self.read_bytes}
-
     def _note_bytes(self, decoder: Decoder, streams: int) -> None:
-        self.kv_bytes = max(self.kv_bytes, decoder.kv_bytes // streams)
-        self.held_bytes = max(self.held_bytes, decoder.held_bytes // streams)
-        self.state_bytes = max(self.state_bytes, decoder.state_bytes // streams)
-        if (selected := read_bytes(decoder)) is not None:
-            self.read_bytes = max(self.read_bytes or 0, selected // streams)
+        """Update `sizes`."""
+        sizes = {"kv_bytes": decoder.kv_bytes, "kv_held_bytes": decoder.held_bytes, "state_bytes": decoder.state_bytes}
+        sizes |= {} if (selected := read_bytes(decoder)) is None else {"kv_read_bytes": selected}
+        self.sizes |= {name: max(self.sizes[name] or 0, size // streams) for name, size in sizes.items()}
 
 
 def _numbered(items: Iterator[Any]) -> list[int]:
