@@ -16,7 +16,7 @@ from kvbench.harness.core.intervals import median_interval
 
 _MAX_BLOCKS = 4096
 _MIN_BLOCK_TOKENS = 32
-_FIRST_BUCKET_TOKENS = 256  # each further bucket ends at twice the position of the bucket before
+_FIRST_BUCKET_TOKENS = 256  # of a stream
 
 
 def nll_figures(
@@ -216,18 +216,23 @@ def _sums(values: NDArray[np.float32], is_scored: NDArray[np.bool_], starts: NDA
     return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": tokens.tolist()}
 
 
+def buckets(tokens: int, first: int = 32) -> list[tuple[int, int]]:
+    """Return buckets of positions as (start, stop). The first stops at `first`, each other at twice the stop before."""
+    edges = [0]
+    while edges[-1] < tokens:
+        edges.append(min(tokens, max(first, 2 * edges[-1])))
+    return list(itertools.pairwise(edges))
+
+
 def _buckets(values: NDArray[np.float32], is_scored: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
-    """Return the mean NLL by position in the stream. Each bucket ends at twice the position of the bucket before."""
+    """Return the mean NLL by position in the stream."""
     length = prefix + (len(values) - prefix) // streams
     position = np.arange(len(values), dtype=np.int32)
     position[prefix:] = prefix + (position[prefix:] - prefix) % (length - prefix)
-    edges = [0, _FIRST_BUCKET_TOKENS]
-    while edges[-1] < length:
-        edges.append(2 * edges[-1])
     rows = []
-    for low, high in itertools.pairwise(edges):
+    for low, high in buckets(length, _FIRST_BUCKET_TOKENS):
         part = is_scored & (position >= low) & (position < high)
         if part.any():
             mean = float(values[part].mean(dtype=np.float64))
-            rows.append({"from": low, "to": min(high, length), "tokens": int(part.sum()), "nll": mean})
+            rows.append({"from": low, "to": high, "tokens": int(part.sum()), "nll": mean})
     return rows

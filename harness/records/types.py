@@ -22,6 +22,7 @@ Amount = Annotated[float, Field(ge=0, le=1e18)]
 Duration = Annotated[float, Field(gt=0, le=1e18)]
 Nats = Annotated[float, Field(ge=-1e12, le=1e12)]  # NLL of one token, or a sum over tokens
 Share = Annotated[float, Field(ge=0, le=1)]
+Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]  # of an interval
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 FileName = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f]*[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$", max_length=255)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]

@@ -21,12 +21,13 @@ from pydantic import Field
 
 from kvbench.harness.core.intervals import Interval, over_samples
 from kvbench.harness.records import Record
+from kvbench.harness.records.aggregates import buckets
 from kvbench.harness.records.figure_rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, Compared, near
 from kvbench.harness.records.metrics import Metrics, SampleMetrics
-from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Share
+from kvbench.harness.records.types import Amount, Count, Ends, Nats, Part, Share
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, percent, policy_table, status, task_line, with_ends
-from kvbench.harness.tasks.common.samples import SampleOptions, Samples, buckets, samples
+from kvbench.harness.tasks.common.samples import SampleOptions, Samples, samples
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 _SHARE = near(2e-3)  # rounding may change the top token where two are about as likely
 _ROWS = 64  # predictions compared at once, in float64
-Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
 class DivergenceOptions(SampleOptions):
@@ -133,7 +133,7 @@ def figures(compared: NDArray[np.void], tokens: int) -> dict[str, Any]:
 
 def _ends(mean: Interval, low: float = -np.inf, high: float = np.inf) -> list[float] | None:
     """Return an interval's ends, clipped to the range of the figure; None if the text is too short for an interval."""
-    return None if mean.low is None or mean.high is None else [max(low, mean.low), min(high, mean.high)]
+    return None if mean.ends is None else np.clip(mean.ends, low, high).tolist()
 
 
 class Divergence(Task):

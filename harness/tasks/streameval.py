@@ -7,7 +7,6 @@ authors released neither data nor code; details that the paper leaves open are o
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -23,7 +22,7 @@ from kvbench.harness.report.markdown import by_row, cache_bytes, on_device, poli
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
-from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status
+from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status, summed
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
@@ -125,13 +124,9 @@ def _by_cache(records: Sequence[Record]) -> list[str]:
     """Return a table of accuracy by the share of the line that was in the cache when the answer began."""
     rows = []
     for row in by_row(records):
-        measured = [metrics for record in row if (metrics := record.measured(AnswerMetrics))]
-        right, total = Counter[str](), Counter[str]()
-        for metrics in measured:
-            right.update({part: counts.right for part, counts in metrics.in_cache.items()})
-            total.update({part: counts.questions for part, counts in metrics.in_cache.items()})
-        cells = {part: f"{100 * right[part] / questions:.1f} of {questions:,}" for part, questions in total.items()}
-        rows += [(row[0], cells | {"K/V": cache_bytes(measured[0].kv_bytes)})] if measured else []
+        cells = {part: f"{100 * right / total:.1f} of {total:,}" for part, (right, total) in summed(row, "in_cache").items()}
+        measured = next((m for r in row if (m := r.measured(AnswerMetrics))), None)
+        rows += [] if measured is None else [(row[0], cells | {"K/V": cache_bytes(measured.kv_bytes)})]
     heads = {"K/V": "K/V", "whole": "whole line in the cache", "in part": "in part", "gone": "gone"}
     about = "Over all distances, by how much of the line was in the cache when the answer began:\n"
     return [about, *policy_table(rows, records, heads)]

@@ -25,11 +25,11 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, on_device, percent, policy_table, row_label, status, task_line
+from kvbench.harness.report.markdown import cache_bytes, on_device, percent, policy_table, row_label, task_line
 from kvbench.harness.report.rows import short_titles, without_seeds
-from kvbench.harness.report.shares import Answers, answers
+from kvbench.harness.report.shares import Answers
 from kvbench.harness.report.task_charts import panels, policy_lines
-from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
+from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals, percent_or_status, summed
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class Turns(AnsweringTask):
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Return tables of right answers by kind and by turn. The seeds of a policy share a row."""
         groups = without_seeds(records)
-        turns = [str(n) for n in sorted({int(turn) for m in _measured(records) for turn in m.turns or {}})]
+        turns = sorted(summed(records, "turns"), key=int)
         data = records[0].data
         length = f"The text has {data.prompt_tokens:,.0f} tokens. " if isinstance(data, QuizFacts) and data.prompt_tokens else ""
         about = f"{task_line(records[0])}{length}Percent right with {about_intervals(records)}, by what is asked for:\n"
@@ -270,31 +270,15 @@ def _name(group: Sequence[Record], records: Sequence[Record]) -> dict[str, str]:
     return {"policy": row_label(group[0], records) + seeds, "K/V": cache_bytes(group[0].metrics.kv_bytes)}
 
 
-def _all(group: Sequence[Record]) -> str:
-    """Return the percentage right of all questions, with its interval; the status if a cell failed."""
-    share, failed = answers(group), [r for r in group if r.status != "ok"]
-    return status((failed or group)[0]) if failed or share is None else percent(share.share, share.ends, "")
-
-
-def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str, tuple[int, int]]:
-    """Return (right answers, questions) of each kind or turn."""
-    right, total = Counter[str](), Counter[str]()
-    for metrics in _measured(group):
-        for part, counts in ((metrics.kinds if by == "kinds" else metrics.turns) or {}).items():
-            right[part] += counts.right
-            total[part] += counts.questions
-    return {part: (right[part], questions) for part, questions in total.items()}
-
-
 def _by_kind(group: Sequence[Record]) -> dict[str, str]:
     """Return the percentage right of all questions and of each kind, and the percentage of old values of corrected facts."""
-    counts = _counts(group, "kinds")
+    counts = summed(group, "kinds")
     shown = {
         kind: f"{percent(right / total, _of_kind(group, kind).ends, '')} of {total:,}" for kind, (right, total) in counts.items()
     }
-    stale = sum(metrics.stale or 0 for metrics in _measured(group))
+    stale = sum(metrics.stale or 0 for r in group if (metrics := r.measured(AnswerMetrics)))
     old = {_OLD: f"{100 * stale / counts['corrected'][1]:.1f}"} if "corrected" in counts else {}
-    return {"all": _all(group)} | shown | old
+    return {"all": percent_or_status(*group)} | shown | old
 
 
 def _of_kind(group: Sequence[Record], kind: str) -> Answers:
@@ -318,32 +302,23 @@ def _kinds_asked(options: TurnsOptions, stream: int) -> list[str]:
 
 def _by_turn(group: Sequence[Record]) -> dict[str, str]:
     """Return the percentage right in each turn."""
-    return {turn: f"{100 * right / total:.1f}" for turn, (right, total) in _counts(group, "turns").items()}
-
-
-def _measured(records: Sequence[Record]) -> list[AnswerMetrics]:
-    """Return the figures of the records that succeeded."""
-    return [metrics for r in records if (metrics := r.measured(AnswerMetrics))]
+    return {turn: f"{100 * right / total:.1f}" for turn, (right, total) in summed(group, "turns").items()}
 
 
 def over_turns(records: Sequence[Record]) -> list[Chart]:
     """Return a panel per capacity with a line per policy; empty if all records have one turn."""
     measured = [r for r in records if (m := r.measured(AnswerMetrics)) and len(m.turns or {}) > 1]
-    return panels(
-        measured,
-        "Share of right answers of {model} over the turns of a conversation, one line per policy",
-        lambda part, _: _panel(part),
-    )
+    return panels(measured, "Share of right answers of {model} over the turns of a conversation, one line per policy", _panel)
 
 
-def _panel(records: Sequence[Record]) -> dict[str, Any]:
+def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:  # noqa: ARG001 - as `panels` calls it
     groups = without_seeds(records)
     first = [group[0] for group in groups]
     names = [name + on_device(record, records) for name, record in zip(short_titles(first), first, strict=True)]
     values: list[dict[str, Any]] = [
         {"policy": name, "turn": int(turn), "right": round(100 * right / total, 2)}
         for name, group in zip(names, groups, strict=True)
-        for turn, (right, total) in _counts(group, "turns").items()
+        for turn, (right, total) in summed(group, "turns").items()
     ]
     scale = {"domain": [1, max(v["turn"] for v in values)], "nice": False, "padding": 8}
     turn = chart.channel("turn", "turn", axis={"format": "d", "tickMinStep": 1}, scale=scale)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.harness.records.aggregates import buckets
 from kvbench.harness.tasks.attention.attention_options import Arrays, ends
 from kvbench.harness.tasks.attention.attention_options import figures as harness_figures
-from kvbench.harness.tasks.common.samples import buckets
 
 _LISTED = 20  # sinks, massive activations, and positions of outliers
 

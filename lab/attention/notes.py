@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvbench.harness.engine.watch import Chunk
+from kvbench.harness.records.aggregates import buckets
 from kvbench.harness.tasks.attention import watch_samples
 from kvbench.harness.tasks.attention.watch_samples import by_sample
-from kvbench.harness.tasks.common.samples import buckets
 
 MASSIVE, MASSIVE_TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, Section 2
 INITIAL = 4  # first tokens that are looked at one by one

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from kvbench.harness.data.texts import Source
 from kvbench.harness.records.figure_rules import EXACT, PART_NATS, SUM, near
-from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
+from kvbench.harness.records.types import Amount, Count, Ends, Number, Part, Positive, Share
 from kvbench.harness.tasks.attention import attention_options as harness_options
-from kvbench.harness.tasks.attention.attention_options import SHARE, Ends
+from kvbench.harness.tasks.attention.attention_options import SHARE
 from kvbench.harness.tasks.common.samples import SampleOptions
 
 MOST_SHOWN = 100  # characters of a token

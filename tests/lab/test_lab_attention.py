@@ -22,7 +22,7 @@ from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.watch import check, watch
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model
-from kvbench.harness.tasks.common.samples import buckets
+from kvbench.harness.records.aggregates import buckets
 from kvbench.lab.attention.figures import top_channels
 from kvbench.lab.attention.measure import load_watched
 from kvbench.lab.attention.notes import Lost, Notes

@@ -15,11 +15,10 @@ from pydantic import Field
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered
 from kvbench.harness.records.figure_rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.records.types import Amount, Number, Part, Positive, Share
+from kvbench.harness.records.types import Amount, Ends, Number, Part, Positive, Share
 from kvbench.harness.tasks.common.samples import SampleOptions
 
 SHARE = near(PART_NATS)
-Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
 class AttentionOptions(SampleOptions):
@@ -124,4 +123,4 @@ def ends(values: NDArray[Any]) -> list[float] | None:
     if len(values) < MIN_BLOCKS:
         return None
     interval = clustered(values.astype(np.float64), np.ones(len(values)))
-    return None if interval.low is None or interval.high is None else [interval.low, interval.high]
+    return None if interval.ends is None else [*interval.ends]

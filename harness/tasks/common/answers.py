@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import IO, Annotated, Any, ClassVar, Literal
 
@@ -55,12 +56,20 @@ class AnsweringTask(Task):
         return completion == gold
 
 
-def percent_or_status(record: Record | None) -> str:
-    """Return the percentage of right answers with its interval; the status if the cell failed."""
-    if record is None:
-        return ""
-    accuracy = answers([record])
-    return status(record) if accuracy is None else percent(accuracy.share, accuracy.ends, "")
+def percent_or_status(*records: Record) -> str:
+    """Return the percentage of right answers of all records with its interval; the status if a cell failed."""
+    accuracy, failed = answers(records), [r for r in records if r.status != "ok"]
+    return status([*failed, *records][0]) if failed or accuracy is None else percent(accuracy.share, accuracy.ends, "")
+
+
+def summed(records: Sequence[Record], by: Literal["in_cache", "kinds", "turns"]) -> dict[str, tuple[int, int]]:
+    """Return (right answers, questions) of all records, by the part of a record's counts."""
+    right, total = Counter[str](), Counter[str]()
+    for metrics in (m for r in records if (m := r.measured(AnswerMetrics))):
+        for part, counts in (getattr(metrics, by) or {}).items():
+            right[part] += counts.right
+            total[part] += counts.questions
+    return {part: (right[part], questions) for part, questions in total.items()}
 
 
 def about_intervals(records: Sequence[Record]) -> str:

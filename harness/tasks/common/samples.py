@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_CHECKED = 2048  # largest number of tokens of a sample in the check of a model's attention
-_FIRST_BUCKET_TOKENS = 32  # each later bucket ends at twice the position of the bucket before
 
 
 class SampleOptions(Options):
@@ -43,14 +41,6 @@ class SampleOptions(Options):
         if self.prompt is not None and self.prompt >= self.tokens:
             raise ValueError(f"prompt {self.prompt:,} leaves nothing of a sample of {self.tokens:,} tokens")
         return self
-
-
-def buckets(tokens: int) -> list[tuple[int, int]]:
-    """Return buckets of a sample's positions as (start, stop). Each bucket stops at twice the stop of the bucket before."""
-    edges = [0]
-    while edges[-1] < tokens:
-        edges.append(min(tokens, max(_FIRST_BUCKET_TOKENS, 2 * edges[-1])))
-    return list(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ def _curve(measured: Sequence[tuple[Record, MemoryMetrics]]) -> list[str]:
 def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
     """Return the cells of a record's row, by heading. records: all records of the table."""
     m = record.measured(MemoryMetrics)
-    sizes = {} if m is None else {kv_title(records): m.kv_bytes, "state": m.state_bytes, "allocated": m.allocated_bytes}
-    sizes |= {} if m is None else {"peak": m.peak_bytes, "growth": m.growth_bytes, "weights": m.weight_bytes}
+    if m is None:
+        return {"status": status(record)}
+    sizes = {kv_title(records): m.kv_bytes, "state": m.state_bytes, "allocated": m.allocated_bytes}
+    sizes |= {"peak": m.peak_bytes, "growth": m.growth_bytes, "weights": m.weight_bytes}
     return {name: in_bytes(size) for name, size in sizes.items()} | {"status": status(record)}

@@ -37,7 +37,7 @@ from kvbench.harness.report.pairing import (
 )
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.report.task_report import kv_title
-from kvbench.harness.tasks.perplexity.perplexity_options import FactCost, PerplexityMetrics, PerplexityOptions, Precision
+from kvbench.harness.tasks.perplexity.perplexity_options import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
@@ -286,16 +286,11 @@ def _facts(records: Sequence[Record]) -> list[str]:
     measured = [(r, m.facts) for r in records if (m := r.measured(PerplexityMetrics)) and m.facts]
     if not measured:
         return []
-    rows = [(r, {_span(f): f"{f.nats:.2f}" for f in facts}) for r, facts in measured]
+    # By the range of words since the previous mention; (0, 0) for a first mention.
+    rows = [(r, {tuple(f.words_back or (0, 0)): f"{f.nats:.2f}" for f in facts}) for r, facts in measured]
     drawn = measured[0][1][0].drawn_nats
     return [
         f"NLL of a fact in nats, by words since its previous mention. A new fact is one of "
         f"{round(math.exp(drawn))}, so it costs {drawn:.2f} nats; a model that remembers it pays almost none:\n",
         *policy_table(rows, records, lambda words: f"{words[0]:,} to {words[1]:,}" if words[1] else "first mention"),
     ]
-
-
-def _span(cost: FactCost) -> tuple[int, int]:
-    """Return the range of words since the previous mention; (0, 0) for a first mention."""
-    low, high = cost.words_back or (0, 0)
-    return low, high

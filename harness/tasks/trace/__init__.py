@@ -97,39 +97,39 @@ class Trace(Task):
 def _row(record: Record) -> dict[str, str]:
     """Return the cells of a record's row, by heading; empty where a figure does not apply."""
     m, seconds = record.measured(TraceMetrics), record.facts.measured_seconds
-    right = None if m is None else m.right
-    endings, judgements = (m.endings or {}, m.told) if m else ({}, [])
+    if m is None:
+        return {"solved": percent_or_status(record), "status": status(record)}
+    endings, judgements = m.endings or {}, m.told
     return {
         "solved": percent_or_status(record),
-        **{
-            f"pass@{p.k}": percent(p.share, [end for end in (p.low, p.high) if end is not None], "")
-            for p in (m.pass_at if m else ())
-        },
-        "words right": percent(m.word_accuracy) if m and m.word_accuracy is not None else "",
-        "first wrong word": _first_wrong(record) if m else "",
-        "final state": number(m.final) if m else "",
+        **{f"pass@{p.k}": percent(p.share, [end for end in (p.low, p.high) if end is not None], "") for p in m.pass_at},
+        "words right": "" if m.word_accuracy is None else percent(m.word_accuracy),
+        "first wrong word": _first_wrong(m, record.cell.task_options(TraceOptions).step),
+        "final state": number(m.final),
         "ended, looped, cut": ", ".join(number(endings[name]) for name in ("ended", "looped", "cut") if endings),
         "told": percent(sum(b.right for b in judgements) / sum(b.count for b in judgements)) if judgements else "",
-        "held at the first wrong word": percent(m.held) if m and m.held is not None else "",
-        "K/V": cache_bytes(m.kv_bytes) if m else "",
-        "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / right)) if m and right else "",
-        "s a solved one": digits(seconds / right, 3) if seconds and right else "",
+        "held at the first wrong word": "" if m.held is None else percent(m.held),
+        "K/V": cache_bytes(m.kv_bytes),
+        "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / m.right)) if m.right else "",
+        "s a solved one": digits(seconds / m.right, 3) if seconds and m.right else "",
         "status": status(record),
     }
 
 
+def wrong_words(metrics: TraceMetrics) -> Iterator[int]:
+    """Yield the number of each answer's first wrong word, counted from 1."""
+    return (right + 1 for right, digit in zip(metrics.words_right, metrics.outcomes or "", strict=True) if digit == "0")
+
+
 def first_wrong(metrics: TraceMetrics) -> int | None:
     """Return the number of the word by which half of the answers are wrong, counted from 1; None if fewer than half are."""
-    wrong = sorted(
-        right + 1 for right, outcome in zip(metrics.words_right, metrics.outcomes or "", strict=True) if outcome == "0"
-    )
-    half = (metrics.questions + 1) // 2
+    wrong, half = sorted(wrong_words(metrics)), (metrics.questions + 1) // 2
     return wrong[half - 1] if len(wrong) >= half else None
 
 
-def _first_wrong(record: Record) -> str:
-    metrics, step = record.measured(TraceMetrics), record.cell.task_options(TraceOptions).step
-    word = None if metrics is None else first_wrong(metrics)
+def _first_wrong(metrics: TraceMetrics, step: int) -> str:
+    """Return the number of the word and of its step. step: words of a step."""
+    word = first_wrong(metrics)
     return "–" if word is None else f"{word:,} (step {(word - 1) // step + 1:,})"
 
 
@@ -178,7 +178,7 @@ def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
 def _curve(records: Sequence[Record]) -> list[dict[str, float]]:
     """Return the percentage of answers without a wrong word, after 0 words and after each first wrong word of an answer."""
     measured = [m for r in records if (m := r.measured(TraceMetrics))]
-    wrong = sorted(right + 1 for m in measured for right, o in zip(m.words_right, m.outcomes or "", strict=True) if o == "0")
+    wrong = sorted(word for m in measured for word in wrong_words(m))
     answers, last = sum(m.questions for m in measured), max(right for m in measured for right in m.words_right)
     points = {0: 100.0} | {word: 100 - 100 * number / answers for number, word in enumerate(wrong, 1)}
     points[max(last, *points)] = 100 - 100 * len(wrong) / answers

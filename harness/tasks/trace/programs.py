@@ -32,8 +32,7 @@ from kvbench.harness.data.register_machine import (
     program,
 )
 from kvbench.harness.data.stream import fingerprint, opening
-from kvbench.harness.records.aggregates import pass_at, pass_sizes
-from kvbench.harness.tasks.common.samples import buckets
+from kvbench.harness.records.aggregates import buckets, pass_at, pass_sizes
 from kvbench.harness.tasks.trace.trace_options import TraceOptions
 
 if TYPE_CHECKING:
