@@ -34,9 +34,9 @@ TOKENS, CAPACITY = 200, 16
 
 def mapped(path: Path, read: CachedDecoder, tokens: torch.Tensor, block: int, asked: str = "all") -> torch.Tensor:
     """Reads tokens in blocks and writes a keep map. -> NLLs."""
-    keep_map = KeepMapWriter(path.with_suffix(".partial"), KeepSteps(asked), KeepSteps(asked).of(tokens.shape[1]))
+    keep_map = KeepMapWriter(path.with_suffix(".partial"), KeepSteps(asked).of(tokens.shape[1]))
     logits = in_blocks(RecordingDecoder(read, keep_map), tokens, block)
-    keep_map.finished().content.replace(path)
+    keep_map.finished().replace(path)
     return nll(logits, tokens)
 
 

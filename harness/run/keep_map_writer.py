@@ -23,7 +23,6 @@ from kvbench.harness.engine.decoder import Decoder, read_blocks
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.keep_map import SUFFIX, Map, evictions, replayable_capacities
-from kvbench.harness.run.ledger import KeepMapFile
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.run.request import KeepSteps
 from kvbench.harness.tasks.task import Job
@@ -42,11 +41,6 @@ def mapped_steps(item: Prepared, steps: KeepSteps) -> list[int] | None:
     return None if tokens is None or not policy.caches or isinstance(policy, Contestant) else steps.of(tokens)
 
 
-def steps_wanted(item: Prepared, keep: KeepSteps) -> str | None:
-    """Return the steps that a finished record's keep map must contain; None if the record needs no map."""
-    return None if mapped_steps(item, keep) is None else keep.text
-
-
 def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
     """Refuse `--trace kept` before anything is measured.
 
@@ -62,12 +56,12 @@ def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
 class KeepMapWriter:
     """Writer of a keep map: a parquet file with a row per stream, chosen step, layer and KV head."""
 
-    def __init__(self, path: Path, keep: KeepSteps, steps: Sequence[int]) -> None:
-        """Open the file. keep: option that chose the steps."""
+    def __init__(self, path: Path, steps: Sequence[int]) -> None:
+        """Open the file."""
         import pyarrow as pa
         from pyarrow import parquet
 
-        self._path, self._keep = path, keep
+        self._path = path
         self._schema = pa.schema(
             [
                 ("stream", pa.int32()),
@@ -114,11 +108,11 @@ class KeepMapWriter:
         if self._positions >= _POSITIONS_PER_ROW_GROUP:
             self._flush()
 
-    def finished(self) -> KeepMapFile:
-        """Complete the file, and return it."""
+    def finished(self) -> Path:
+        """Complete the file, and return its path."""
         self._flush()
         self._writer.close()
-        return KeepMapFile(self._path, self._keep.text)
+        return self._path
 
     def discard(self) -> None:
         """Remove the file, unless it was moved to its place."""
@@ -182,7 +176,7 @@ def open_map(item: Prepared, store: RecordStore, keep: KeepSteps) -> KeepMapWrit
         OSError: the folder of the record can't be written to.
     """
     steps = mapped_steps(item, keep)
-    return None if steps is None else KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), keep, steps)
+    return None if steps is None else KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), steps)
 
 
 def write_replay(record: Record, kept: Map, path: Path) -> None:

@@ -17,6 +17,7 @@ from kvbench.harness.records.run_facts import Facts, Failure
 from kvbench.harness.report.keep_map import SUFFIX
 from kvbench.harness.report.task_report import OF_MACHINE
 from kvbench.harness.run.prepare import Prepared
+from kvbench.harness.run.request import KeepSteps
 from kvbench.harness.suite import Cell, labels
 
 Wanted = Callable[[Sequence[Cell], Mapping[str, Record]], bool]  # returns whether to measure a group; gets the records so far
@@ -39,19 +40,6 @@ def needs_machine(group: Group) -> bool:
 
 
 @dataclass(frozen=True)
-class KeepMapFile:
-    """Finished keep map.
-
-    Attributes:
-        content: file of the map, or the content of the file.
-        steps: requested steps, as in `KeepSteps.text`.
-    """
-
-    content: Path | bytes
-    steps: str
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Outcome of a cell's measurement.
 
@@ -59,21 +47,18 @@ class Outcome:
         metrics: figures of the cell; None if it failed.
         failure: error of the cell; None if it succeeded.
         trace: file of the trace, or the content of the file; None if there is no trace.
-        keep_map: keep map of the cell; None if it was not requested, the task has no keep maps, or the cell failed.
+        keep_map: likewise of the keep map; None if it was not requested, the task has no keep maps, or the cell failed.
     """
 
     facts: dict[str, Any]
     metrics: Metrics | None = None
     failure: Failure | None = None
     trace: Path | bytes | None = None
-    keep_map: KeepMapFile | None = None
+    keep_map: Path | bytes | None = None
 
     def with_contents(self) -> Outcome:
         """Return the outcome with the content of its files, for another process."""
-        kept = self.keep_map
-        if kept is not None and isinstance(kept.content, Path):
-            kept = KeepMapFile(kept.content.read_bytes(), kept.steps)
-        trace = self.trace.read_bytes() if isinstance(self.trace, Path) else self.trace
+        trace, kept = (x.read_bytes() if isinstance(x, Path) else x for x in (self.trace, self.keep_map))
         return dataclasses.replace(self, trace=trace, keep_map=kept)
 
 
@@ -118,10 +103,10 @@ class Ledger:
         records: records by cell id.
     """
 
-    def __init__(self, store: RecordStore, watcher: RunWatcher, cells: Sequence[Cell]) -> None:
-        """Create a ledger without records. cells: all cells of the run."""
+    def __init__(self, store: RecordStore, watcher: RunWatcher, cells: Sequence[Cell], keep: KeepSteps | None) -> None:
+        """Create a ledger without records. cells: all cells of the run; keep: steps of its keep maps."""
         self.store, self.watcher, self.records = store, watcher, dict[str, Record]()
-        self._names = labels(cells)
+        self._names, self._keep = labels(cells), keep
 
     def begin(self, group: Group, worker: str = "") -> None:
         """Report that a group starts.
@@ -157,13 +142,13 @@ class Ledger:
             ) from error
         self.records[item.cell.id] = record
 
-    def _store_keep_map(self, item: Prepared, kept: KeepMapFile | None) -> dict[str, Any]:
+    def _store_keep_map(self, item: Prepared, kept: Path | bytes | None) -> dict[str, Any]:
         """Move a keep map to its place, and return the record's fact about it. Without a map, remove an earlier record's map."""
         path = self.store.trace_path(item.record, SUFFIX)
-        if kept is None:
+        if kept is None or self._keep is None:
             path.unlink(missing_ok=True)
             return {}
-        return {"keep_map": {"file": path.name, "sha256": store_content(kept.content, path), "steps": kept.steps}}
+        return {"keep_map": {"file": path.name, "sha256": store_content(kept, path), "steps": self._keep.text}}
 
     def end(self, group: Group, *, skipped: bool = False) -> None:
         """Report that all cells of a group have records."""

@@ -291,10 +291,10 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatch
     if _plainly(item, options):  # a check would use memory itself
         method, block = TOKEN_BY_TOKEN if options.walk else EAGER, options.block or PLAIN_BLOCK_TOKENS
         attempt.facts.update({"block": block, "method": "walk" if options.walk else "as the policy allows"})
-        return Job(model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference)
-    method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
-    watcher.note(cell.label, slow)
-    attempt.facts.update(facts)
+    else:
+        method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
+        watcher.note(cell.label, slow)
+        attempt.facts.update(facts)
     job = Job(
         model,
         config,

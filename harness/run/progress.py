@@ -50,7 +50,7 @@ class _InFlight:
     number: int  # of the cell
     total: int  # tokens; 0 if they don't measure its progress
     started: float
-    row: TaskID | None  # of the live display
+    row: TaskID  # of the live display
     tokens: int = 0  # done
 
     def speed(self, now: float) -> float:
@@ -113,8 +113,8 @@ class ProgressView(RunWatcher):
             until: moment of `time.monotonic` by which the run ends.
         """
         self._console, self._tracebacks, self._until = console, tracebacks, until
-        self._rows = _rows(console) if console.is_terminal else None
-        self._all = None if self._rows is None else self._rows.add_task("cells", total=None, text="")
+        self._rows = _rows(console)  # shows nothing unless the console is a terminal
+        self._all = self._rows.add_task("cells", total=None, text="")
         self._in_flight: dict[str, _InFlight] = {}  # by worker; "" is this process
         self._begun = self._last_line = self._last_summary = time.monotonic()
         self._cells = self._done = self._skipped = self._failed = 0
@@ -123,13 +123,11 @@ class ProgressView(RunWatcher):
         self._noted = set[str]()  # labels of policies with a note
 
     def __enter__(self) -> Self:
-        if self._rows is not None:
-            self._rows.start()
+        self._rows.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._rows is not None:
-            self._rows.stop()
+        self._rows.stop()
         if self._skipped:
             cells = f"{self._skipped} cells were" if self._skipped > 1 else "1 cell was"
             again = "them" if self._skipped > 1 else "it"
@@ -145,10 +143,7 @@ class ProgressView(RunWatcher):
         if not worker:
             self._last_line = now
         self.idle(worker)
-        row = None
-        if self._rows is not None:
-            name = f"{worker}: {label}" if worker else label
-            row = self._rows.add_task(escape(visible(name)), total=total or None, text="")
+        row = self._rows.add_task(escape(visible(f"{worker}: {label}" if worker else label)), total=total or None, text="")
         self._in_flight[worker] = _InFlight(label, number, total, now, row)
         self._show(now)
 
@@ -159,14 +154,13 @@ class ProgressView(RunWatcher):
             return
         flight.tokens = tokens if flight.total else 0
         speed = f"{flight.speed(now):,.0f} tokens/s, {text}" if flight.total else text
-        if self._rows is not None and flight.row is not None:
-            self._rows.update(flight.row, completed=flight.tokens, text=escape(visible(speed)))
+        self._rows.update(flight.row, completed=flight.tokens, text=escape(visible(speed)))
         self._show(now, speed)
 
     def idle(self, worker: str) -> None:
         """Remove a worker from the display."""
         flight = self._in_flight.pop(worker, None)
-        if flight is not None and flight.row is not None and self._rows is not None:
+        if flight is not None:
             self._rows.remove_task(flight.row)
 
     def note(self, label: str, text: str) -> None:
@@ -183,14 +177,14 @@ class ProgressView(RunWatcher):
         self._leaders.add(label, record)
         now, failed = time.monotonic(), record.status == "failed"
         self._failed += failed
-        if not skipped and (self._rows is None or failed):
+        if not skipped and (self._rows.disable or failed):
             left = [] if failed else self._left(now)
             self._line(", ".join([f"[{self._done}/{self._cells}] {label}: {_outcome(record)}", *left]))
         if record.error and self._tracebacks:
             for line in record.error.traceback:
                 self._line(line)
         self._show(now)
-        if self._rows is None and not skipped and self._done < self._cells and now - self._last_summary > _SECONDS_BETWEEN_LINES:
+        if self._rows.disable and not skipped and self._done < self._cells and now - self._last_summary > _SECONDS_BETWEEN_LINES:
             self._last_summary = now
             self._line("; ".join(part for part in (self._summary(now), self._leaders.text()) if part))
 
@@ -201,7 +195,7 @@ class ProgressView(RunWatcher):
 
     def _show(self, now: float, speed: str = "") -> None:
         """Update the live display, or write an occasional line about this process's cell or about all workers."""
-        if self._rows is not None and self._all is not None:
+        if not self._rows.disable:
             self._rows.best = visible(self._leaders.text())
             self._rows.update(self._all, total=self._cells or None, completed=self._done, text=self._summary(now))
         elif self._in_flight and now - self._last_line > _SECONDS_BETWEEN_LINES:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.run.keep_map_writer import refuse_unmappable, steps_wanted
+from kvbench.harness.run.keep_map_writer import mapped_steps, refuse_unmappable
 from kvbench.harness.run.ledger import Group, Ledger, RunWatcher, Wanted, groups
 from kvbench.harness.run.machine import Machine
 from kvbench.harness.run.prepare import MachineFacts, prepare
@@ -44,7 +44,7 @@ def run(
     with ExitStack() as locks:
         for suite in sorted({cell.suite for cell in cells}):
             locks.enter_context(store.locked(suite))
-        ledger = Ledger(store, watcher, cells)
+        ledger = Ledger(store, watcher, cells, options.keep)
         left = [group for group in groups(prepared) if options.fresh or not _is_finished(group, ledger, options)]
         if left:
             (executor or partial(_measure_here, options, wanted))(left, cells, ledger)
@@ -53,10 +53,10 @@ def run(
 
 def _is_finished(group: Group, ledger: Ledger, options: RunOptions) -> bool:
     """Return whether earlier runs finished all cells of a group. If so, this run takes over their records."""
-    stored = {}
+    stored, keep = {}, options.keep
     for item in group:
-        steps = None if options.keep is None else steps_wanted(item, options.keep)
-        record = ledger.store.finished(item.record, steps)
+        needs_map = keep is not None and mapped_steps(item, keep) is not None
+        record = ledger.store.finished(item.record, keep.text if keep is not None and needs_map else None)
         if record is None:
             return False
         stored[item.cell.id] = record
