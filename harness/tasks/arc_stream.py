@@ -9,19 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from kvbench.harness.data import arc
+from kvbench.harness.data.quiz import QuizData, Script, quiz_data
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import by_row, cache_bytes, policy_table, task_line
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
-
-if TYPE_CHECKING:
-    from kvbench.harness.data.quiz import QuizData
 
 
 class ArcStreamOptions(Options):
@@ -49,9 +48,6 @@ class ArcStream(AnsweringTask):
     @staticmethod
     def data(options: ArcStreamOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """Return the questions of the split, in order."""
-        from kvbench.harness.data import arc
-        from kvbench.harness.data.quiz import Script, quiz_data
-
         source, items = arc.items(options.subset, options.split, directory)
         items = items[: options.questions]
         scripts = [Script()]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from kvbench.harness.data.lookups import REGISTER_HEADER, register_answer, register_line, register_question, stated_value
+from kvbench.harness.data.quiz import QuizData, Script, quiz_data
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
@@ -24,9 +25,6 @@ from kvbench.harness.report.shares import answers
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status, summed
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer, Workload
-
-if TYPE_CHECKING:
-    from kvbench.harness.data.quiz import QuizData, Script
 
 _MAX_LINES = 10**6  # lines of all streams, which are generated in memory
 
@@ -72,8 +70,6 @@ class StreamEval(AnsweringTask):
     @staticmethod
     def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """Return generated text, which is equal for every policy and machine."""
-        from kvbench.harness.data.quiz import quiz_data
-
         scripts = [script(options, stream) for stream in range(options.streams)]
         return quiz_data(scripts, f"generated, data seed {options.data_seed}", tokenizer())
 
@@ -107,8 +103,6 @@ class StreamEval(AnsweringTask):
 
 def script(options: StreamEvalOptions, stream: int) -> Script:
     """Return the text of one stream. The lines depend only on the data seed and the stream's number."""
-    from kvbench.harness.data.quiz import Script
-
     draw = random.Random(f"{options.data_seed}/{stream}")
     text, contents = Script(REGISTER_HEADER), []
     for number in range(1, options.lines + 1):

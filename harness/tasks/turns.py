@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from kvbench.harness.data import scbench
 from kvbench.harness.data.lookups import key_answer, key_line, key_question, stated_value
-from kvbench.harness.data.quiz import Script
+from kvbench.harness.data.quiz import QuizData, Script, quiz_data
 from kvbench.harness.data.register_machine import BASE, LABELS
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
@@ -31,9 +31,6 @@ from kvbench.harness.report.shares import Answers
 from kvbench.harness.report.task_charts import panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals, percent_or_status, summed
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
-
-if TYPE_CHECKING:
-    from kvbench.harness.data.quiz import QuizData
 
 _KINDS = ("system", "text", "turn", "corrected")
 _OLD = "old value said"  # heading of the percentage of answers with the value before the correction
@@ -212,8 +209,6 @@ class Turns(AnsweringTask):
     @staticmethod
     def data(options: TurnsOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """Return the conversations, which are equal for every policy and machine."""
-        from kvbench.harness.data.quiz import quiz_data
-
         if options.data == "scbench":
             source, scripts = scbench.conversations(options.subset, options.turns, options.streams, directory)
             reader = tokenizer()

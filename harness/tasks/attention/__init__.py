@@ -21,6 +21,7 @@ from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions, figures
+from kvbench.harness.tasks.common.samples import samples
 from kvbench.harness.tasks.task import Job, Options, Task, Workload
 
 _CELL_PIXELS, _MOST_PIXELS = 26, 480  # sizes of the heatmap of heads
@@ -51,8 +52,6 @@ class AttentionTask(Task):
     @staticmethod
     def data(options: Any, tokenizer: Any, directory: Path | None) -> Any:
         """Return samples of books or of generated prose."""
-        from kvbench.harness.tasks.common.samples import samples
-
         return samples(options, tokenizer, directory)
 
     @classmethod

@@ -11,11 +11,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.harness.data.stream import TokenStream, newline, stream
+from kvbench.harness.data.texts import texts
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
@@ -40,9 +42,6 @@ from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.perplexity.perplexity_options import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
 
-if TYPE_CHECKING:
-    from kvbench.harness.data.stream import TokenStream
-
 
 class Perplexity(Task):
     """NLL of each token, given the tokens of the stream that the cache holds."""
@@ -54,9 +53,6 @@ class Perplexity(Task):
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
         """Return the first `tokens` tokens of books of the split or of generated prose."""
-        from kvbench.harness.data.stream import newline, stream
-        from kvbench.harness.data.texts import texts
-
         source, books = texts(options.data, options.split, options.book, options.data_seed or 0, options.tokens, directory)
         prefix = None if options.newlines is None else [newline(tokenizer())] * options.newlines
         return stream(books, source, tokenizer(), options.tokens, prefix, short=options.book is not None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal
 
 from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
@@ -23,10 +23,8 @@ from kvbench.harness.report.rows import short_titles, without_seeds
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
+from kvbench.harness.tasks.trace.programs import TraceData, figures, trace_data
 from kvbench.harness.tasks.trace.trace_options import TraceFacts, TraceMetrics, TraceOptions
-
-if TYPE_CHECKING:
-    from kvbench.harness.tasks.trace.programs import TraceData
 
 
 class Trace(Task):
@@ -40,8 +38,6 @@ class Trace(Task):
     @staticmethod
     def data(options: TraceOptions, tokenizer: Tokenizer, directory: Path | None) -> TraceData:
         """Return generated programs, which are equal for every policy and machine."""
-        from kvbench.harness.tasks.trace.programs import trace_data
-
         return trace_data(options, tokenizer())
 
     @classmethod
@@ -74,8 +70,6 @@ class Trace(Task):
     @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:
         """Recompute all figures except bytes, by running the programs again."""
-        from kvbench.harness.tasks.trace.programs import figures
-
         return figures(json_lines(trace), record.cell.task_options(TraceOptions))
 
     @classmethod
