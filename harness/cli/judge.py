@@ -18,6 +18,7 @@ from kvbench.harness.cli.rerun import cells_of_baseline, portable, request_from_
 from kvbench.harness.cli.run import suite_options
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.core.files import writable
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
@@ -116,13 +117,10 @@ def check(
 
 def _rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return a row per finding. A finding that many cells share, such as a different device, gets one row."""
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for f in findings:
-        alike.setdefault((f.state, f.check, f.says), []).append(f.cell)
     return [
         {"state": state, "check": check, "cell": cell, "says": says}
-        for (state, check, says), cells in alike.items()
-        for cell in (cells if len(cells) < _MIN_MERGED_ROWS else [f"{len(cells)} cells"])
+        for (state, check, says), alike in grouped(findings, lambda f: (f.state, f.check, f.says)).items()
+        for cell in ([f.cell for f in alike] if len(alike) < _MIN_MERGED_ROWS else [f"{len(alike)} cells"])
     ]
 
 

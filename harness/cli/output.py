@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,18 +42,15 @@ def text(value: str) -> str:
 FILLED = text  # type of arguments and options; click shows the function's name in its help
 
 
-def results_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--results`."""
-    option = click.option(
-        "--results",
-        default=RESULTS,
-        show_default=True,
-        envvar=RESULTS_VARIABLE,
-        type=FILLED,
-        metavar="DIR",
-        help=f"Folder of the records (or {RESULTS_VARIABLE}).",
-    )
-    return option(command)
+results_option = click.option(
+    "--results",
+    default=RESULTS,
+    show_default=True,
+    envvar=RESULTS_VARIABLE,
+    type=FILLED,
+    metavar="DIR",
+    help=f"Folder of the records (or {RESULTS_VARIABLE}).",
+)
 
 
 def debugging() -> bool:

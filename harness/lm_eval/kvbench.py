@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
 from kvbench.harness.engine.sampling import Sampler
@@ -208,15 +209,14 @@ class KVBench(HFLM):  # type: ignore[misc]
         """Generate answers. A request that is repeated gets an answer for each repetition."""
         self._find_questions(requests)
         answers: dict[int, str] = {}
-        groups: dict[str, list[int]] = {}
         repeats: Counter[int] = Counter()  # repetitions of each request so far
         seeds = []
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(number)
+        for request in requests:
             seeds.append(_seed(self._sample_seed, request.doc_id, repeats[id(request)]))
             repeats[id(request)] += 1
+        by_settings = grouped(range(len(requests)), lambda number: repr(requests[number].args[1]))
         with self._progress(len(requests), "generations", disable_tqdm) as bar:
-            for numbers in groups.values():
+            for numbers in by_settings.values():
                 contexts, settings = [requests[n].args[0] for n in numbers], requests[numbers[0]].args[1]
                 texts = self._generated(contexts, settings, [seeds[n] for n in numbers], bar)
                 answers |= dict(zip(numbers, texts, strict=True))

@@ -76,27 +76,21 @@ class Record:
         Raises:
             BadRecordError: the JSON is invalid. The message names the first mistake.
         """
-        envelope = validate(_Envelope, value)
-        cell = _part(CellSpec, "cell", value)
+        envelope, cell = validate(_Envelope, value), _part(CellSpec, "cell", value)
         task = plugins.known_task(cell.task.name)
-        ok = task is not None and envelope.status == "ok"
-        metrics: Metrics = _part(task.metrics if task and ok else Metrics, "metrics", value)
-        if task and ok:
-            metrics.check(cell.task)
-        return cls(
-            cell,
-            envelope.cell_id,
-            envelope.key,
-            envelope.status,
-            None if envelope.error is None else _part(Failure, "error", value),
-            metrics,
-            _part(task.data_facts if task else DataFacts, "data", value),
-            _part(Facts, "facts", value),
-            envelope.finished,
-            None if envelope.trace is None else _part(RecordedTrace, "trace", value),
-            envelope.numerics,
-            envelope.version,
-        )
+        is_typed = task is not None and envelope.status == "ok"
+        documents: dict[str, type[Document]] = {
+            "error": Failure,
+            "metrics": task.metrics if task and is_typed else Metrics,
+            "data": task.data_facts if task else DataFacts,
+            "facts": Facts,
+            "trace": RecordedTrace,
+        }
+        parts = {name: _part(kind, name, value) for name, kind in documents.items() if value[name] is not None}
+        record = cls(**dict(envelope) | {"cell": cell} | parts)
+        if is_typed:
+            record.metrics.check(cell.task)
+        return record
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the record's file."""

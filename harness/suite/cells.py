@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import typing
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.evict import Evict, at_once, evict_as_json, evict_words
-from kvbench.harness.core.grouped import distinguishing_keys
+from kvbench.harness.core.grouped import distinguishing_keys, grouped
 from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.core.workload import Workload
@@ -124,11 +123,8 @@ class Cell:
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
     """Return short names by cell id, extended by the models, parameters and task options that tell the cells apart."""
     specs = [cell.as_json() for cell in cells]
-    tasks: dict[str, list[int]] = defaultdict(list)  # indices of the cells with each task
-    rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # indices of the cells with each policy and capacity
-    for place, cell in enumerate(cells):
-        tasks[cell.task.name].append(place)
-        rivals[cell.name, cell.capacity].append(place)
+    tasks = grouped(range(len(cells)), lambda place: cells[place].task.name)
+    rivals = grouped(range(len(cells)), lambda place: (cells[place].name, cells[place].capacity))
     options = {name: distinguishing_keys([specs[place]["task"] for place in group]) for name, group in tasks.items()}
     shown = [flat(spec["parameters"]) for spec in specs]
     parameters = {key: distinguishing_keys([shown[place] for place in group]) for key, group in rivals.items()}
