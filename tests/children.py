@@ -12,11 +12,12 @@ from kvbench.harness.run.child import run_child
 _LEAKED = 2**22  # bytes per block
 
 
-def in_this_process(order, references, progress):
+def in_this_process(order, progress):
     """Measure without starting a process, which takes seconds: where tests are not about processes."""
     from kvbench.harness.run.worker import Worker
 
     with tempfile.TemporaryDirectory() as scratch:
+        references = [item.reference for item in order.groups[0]]
         return Worker(order, progress, own_process=True).measure(0, references, Path(scratch))
 
 

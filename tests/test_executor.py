@@ -77,7 +77,7 @@ class Pickled:
         for worker in workers:
             worker.check()
         for number, group in enumerate(groups):
-            references = pickle.loads(pickle.dumps(ledger.references(group)))
+            references = pickle.loads(pickle.dumps([item.reference for item in ledger.begin(group)]))
             with tempfile.TemporaryDirectory() as scratch:
                 answer = pickle.dumps(workers[number % 2].measure(number, references, Path(scratch)))
             for item, outcome in zip(group, pickle.loads(answer).outcomes, strict=True):

@@ -218,7 +218,7 @@ def order_of(cells, options):
 
 
 def measure(order, progress=lambda tokens, text: None):
-    return child.measure(order, [None], progress).outcomes
+    return child.measure(order, progress).outcomes
 
 
 def test_a_coded_cell_goes_to_a_process_and_comes_back(tmp_path, monkeypatch):
@@ -277,7 +277,7 @@ import pickle, signal, sys
 from kvbench.harness.run import child
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
-child.measure(pickle.load(open(sys.argv[1], "rb")), [None], lambda tokens, text: print(text, flush=True))
+child.measure(pickle.load(open(sys.argv[1], "rb")), lambda tokens, text: print(text, flush=True))
 """
 
 

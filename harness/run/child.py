@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,6 @@ from kvbench.harness.core import user_files
 from kvbench.harness.core.errors import UserError, failure
 
 if TYPE_CHECKING:
-    from kvbench.harness.records import Record
     from kvbench.harness.run.order import GroupOutcomes, Order
 
 
@@ -37,12 +36,10 @@ class ChildError(RuntimeError):
         self.failure = failure
 
 
-def measure(order: Order, references: Sequence[Record | None], progress: Callable[[int, str], None]) -> GroupOutcomes:
+def measure(order: Order, progress: Callable[[int, str], None]) -> GroupOutcomes:
     """Measure the only group of an order in a new process, which ends before this call returns.
 
-    Args:
-        references: record that each cell is compared with; None for cells without a reference.
-        progress: called with the number of tokens done and the figure so far.
+    progress: called with the number of tokens done and the figure so far.
 
     Raises:
         UserError: the child raised a `UserError`, e.g. because the model can't be driven exactly.
@@ -56,7 +53,7 @@ def measure(order: Order, references: Sequence[Record | None], progress: Callabl
         try:
             with theirs, _unnoticed():
                 process.start()
-            return _conversation(ours, (order, references), progress)
+            return _conversation(ours, order, progress)
         except (EOFError, ConnectionError):
             process.join()
         finally:
@@ -68,10 +65,10 @@ def measure(order: Order, references: Sequence[Record | None], progress: Callabl
     raise RuntimeError(f"its process ended with exit code {code} and without an answer")
 
 
-def _conversation(connection: Connection, request: Any, progress: Callable[[int, str], None]) -> GroupOutcomes:
-    """Send the request, pass on progress, and return the answer."""
+def _conversation(connection: Connection, order: Order, progress: Callable[[int, str], None]) -> GroupOutcomes:
+    """Send the order, pass on progress, and return the answer."""
     connection.send(user_files.loaded_files())
-    connection.send(request)
+    connection.send(order)
     while isinstance(message := connection.recv(), tuple):
         progress(*message)
     if isinstance(message, Exception):
@@ -106,19 +103,18 @@ def run_child(connection: Connection, scratch: str) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
             user_files.receive(connection.recv())
-            order, references = connection.recv()
-            connection.send(_answer(order, references, connection, Path(scratch)))
+            connection.send(_answer(connection.recv(), connection, Path(scratch)))
         except (UserError, EOFError, ConnectionError) as error:
             connection.send(error)
         except (Exception, SystemExit) as error:  # a user's code may raise what can't be pickled
             connection.send(ChildError(failure(error)))
 
 
-def _answer(order: Order, references: Sequence[Record | None], connection: Connection, scratch: Path) -> GroupOutcomes:
+def _answer(order: Order, connection: Connection, scratch: Path) -> GroupOutcomes:
     from kvbench.harness.run.worker import Worker
 
     worker = Worker(order, lambda tokens, text: connection.send((tokens, text)), own_process=True)
-    return worker.measure(0, references, scratch)
+    return worker.measure(0, [item.reference for item in order.groups[0]], scratch)
 
 
 def _end_with_parent() -> None:

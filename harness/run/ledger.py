@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import store_content
+from kvbench.harness.core.grouped import grouped
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import Facts, Failure
@@ -26,12 +27,12 @@ Group = Sequence[Prepared]  # cells measured at once: one cell, or the cells of 
 
 def groups(prepared: Sequence[Prepared]) -> list[Group]:
     """Group the cells that are measured at once: single cells, or all of a model, task and seed for tasks that measure time."""
-    by_key: dict[str, list[Prepared]] = {}
-    for item in prepared:
+
+    def key(item: Prepared) -> str:
         cell = item.cell
-        key = repr((cell.model, cell.task, cell.seed)) if item.task.measures == "time" else cell.id
-        by_key.setdefault(key, []).append(item)
-    return list(by_key.values())
+        return repr((cell.model, cell.task, cell.seed)) if item.task.measures == "time" else cell.id
+
+    return list(grouped(prepared, key).values())
 
 
 def needs_machine(group: Group) -> bool:
@@ -108,8 +109,8 @@ class Ledger:
         self.store, self.watcher, self.records = store, watcher, dict[str, Record]()
         self._names, self._keep = labels(cells), keep
 
-    def begin(self, group: Group, worker: str = "") -> None:
-        """Report that a group starts.
+    def begin(self, group: Group, worker: str = "") -> Group:
+        """Report that a group starts. Return the group with the records of its cells' references.
 
         Raises:
             UserError: the clock is wrong. The check is repeated after the measurement.
@@ -119,10 +120,9 @@ class Ledger:
         label = self._names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
         total = 0 if group[0].task.measures == "time" else group[0].data.tokens
         self.watcher.begin(label, len(self.records) + 1, len(self._names), total, worker)
-
-    def references(self, group: Group) -> list[Record | None]:
-        """Return, for each cell, the record that it is compared with during its measurement; None without a reference."""
-        return [None if item.cell.reference is None else self.records[item.cell.reference.id] for item in group]
+        references = [item.cell.reference for item in group]
+        records = [None if cell is None else self.records[cell.id] for cell in references]
+        return [dataclasses.replace(item, reference=record) for item, record in zip(group, records, strict=True)]
 
     def done(self, item: Prepared, outcome: Outcome) -> None:
         """Write a cell's record, its trace and its keep map.

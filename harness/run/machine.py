@@ -24,7 +24,7 @@ from kvbench.harness.engine.kernel_interface import capture_failure
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import is_random
-from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.report.task_report import OF_MACHINE
@@ -61,13 +61,10 @@ class Machine:
         self._model = None
         _release_memory(self._options.device)
 
-    def measure(
-        self, group: Group, references: Sequence[Record | None], folder: RecordStore, watcher: RunWatcher, done: Done
-    ) -> None:
+    def measure(self, group: Group, folder: RecordStore, watcher: RunWatcher, done: Done) -> None:
         """Measure the cells of a group.
 
         Args:
-            references: record that each cell is compared with; None for cells without a reference.
             folder: folder of traces and keep maps.
             done: called with each cell's outcome as soon as it is known. It may move files; remaining files are removed.
 
@@ -76,9 +73,9 @@ class Machine:
         """
         options = self._options
         if not self._own_process and (capture_failure() or _plainly(group[0], options)):
-            self._measure_in_child(group, references, watcher, done)
+            self._measure_in_child(group, watcher, done)
             return
-        attempts = [_Attempt(item, folder, options, record) for item, record in zip(group, references, strict=True)]
+        attempts = [_Attempt(item, folder, options) for item in group]
         started = time.perf_counter()
         try:
             for attempt, task_seconds in self._results(attempts, watcher):
@@ -89,14 +86,14 @@ class Machine:
             for attempt in attempts:
                 attempt.discard_files()
 
-    def _measure_in_child(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
+    def _measure_in_child(self, group: Group, watcher: RunWatcher, done: Done) -> None:
         """Measure the cells of a group in a child process, which also collects the facts."""
         if capture_failure():
             self.close()
         started = time.perf_counter()
         try:
             order = Order.from_groups([group], [item.cell for item in group], self._options, torch.get_num_threads())
-            answer = child.measure(order, references, watcher.advance)
+            answer = child.measure(order, watcher.advance)
         except UserError:
             raise
         except Exception as error:  # the process died, and the other groups must still run
@@ -202,17 +199,16 @@ class _Attempt:
     Attributes:
         trace: file of the trace.
         keep_map: writer of the keep map; None if it was not requested, or the task has no keep maps.
-        reference: record that the cell is compared with during its measurement; None without a reference.
         result: figures of the cell, or its error.
     """
 
-    def __init__(self, item: Prepared, folder: RecordStore, options: RunOptions, reference: Record | None) -> None:
+    def __init__(self, item: Prepared, folder: RecordStore, options: RunOptions) -> None:
         """Create the files.
 
         Raises:
             UserError: the folder can't be written to.
         """
-        self.item, self.reference, self.facts = item, reference, dict(item.facts)
+        self.item, self.facts = item, dict(item.facts)
         self.result: Metrics | Exception | SystemExit = RuntimeError("not measured")
         trace = folder.trace_path(item.record, trace_suffix(item))
         try:
@@ -303,7 +299,7 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatch
         method,
         attempt.trace,
         watcher.advance,
-        reference=attempt.reference,
+        reference=item.reference,
         all_at_once=attempt.keep_map is not None,
     )
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)

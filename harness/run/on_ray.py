@@ -155,9 +155,9 @@ class _Loop:
         for worker in [worker for worker in self._workers if worker not in self._running.values()]:
             work = self._schedule.next(worker.name)
             if work is not None:
-                worker.number, group = work.number, self._groups[work.number]
-                self._ledger.begin(group, worker.label)
-                call = worker.actor.measure.remote(self._shared, work.number, self._ledger.references(group))
+                worker.number = work.number
+                group = self._ledger.begin(self._groups[work.number], worker.label)
+                call = worker.actor.measure.remote(self._shared, work.number, [item.reference for item in group])
                 self._running[call] = worker
             elif not self._schedule.waiting:  # make room, perhaps for a worker that Ray starts again
                 self._workers.remove(worker)

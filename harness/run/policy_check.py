@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
-from kvbench.harness.core.device import seconds_of
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.evict import Evict
 from kvbench.harness.core.resets import holds_kv
@@ -18,11 +17,12 @@ from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
-from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN, Method
+from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Rule, RuleResult, case, cheap_findings, tried
+from kvbench.harness.run.reading_plan import block_speed
 from kvbench.harness.suite import policy_with, yaml_value
 from kvbench.policies import Policy, Selecting
 from kvbench.policies.dense import Dense
@@ -298,19 +298,10 @@ def _reading(on: Case) -> str:
         return ""
     model, config = _tiny(), _config(on)
     check = fast_method(model, config)
-    speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s with a tiny model on this machine"
+    speed = f"{block_speed(model, config, check.method, 1, _TIMED_TOKENS):,.0f} tokens/s with a tiny model on this machine"
     if check.blocks not in ("walk", "compiled steps"):
         return f"{check.blocks}, {speed}"
     method = "plain walk" if check.blocks == "walk" else check.blocks
     other = CacheConfig(H2O(), on.capacity)
-    compiled = _tokens_per_second(model, other, fast_method(model, other).method)
+    compiled = block_speed(model, other, fast_method(model, other).method, 1, _TIMED_TOKENS)
     return f"{method} ({check.refused or check.plain_because}), {speed}; h2o's compiled walk reaches {compiled:,.0f}"
-
-
-def _tokens_per_second(model: Model, config: CacheConfig, method: Method) -> float:
-    """Measure the speed of reading a block with a full cache."""
-    read = CachedDecoder(model, config, method=method)
-    full = config.capacity or _TIMED_TOKENS
-    warm_up, block = _tokens(2 * full + _TIMED_TOKENS, 1).split([2 * full, _TIMED_TOKENS], 1)
-    read(warm_up)
-    return _TIMED_TOKENS / seconds_of(lambda: read(block), model.device)

@@ -42,6 +42,7 @@ class Prepared:
     directory: Path
     record: Record  # without figures and facts
     facts: dict[str, Any]  # known before the cell is measured
+    reference: Record | None = None  # record that the cell is compared with during its measurement; None before that, or without
 
 
 @dataclass(frozen=True)

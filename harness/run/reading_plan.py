@@ -73,7 +73,8 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
     facts.update({"budgets": budgets} if budgets else {})
     slow = ""
     if check.blocks == "walk" and not walk and task.measures not in OF_MACHINE:
-        speed = _walk_speed(model, config, check.method, streams)
+        timed = model, config, check.method, streams
+        speed = _prompt_speed(*timed) if config.evict == "prompt" else block_speed(*timed, _TIMED_TOKENS)
         slow = f"plain walk, about {speed:,.0f} tokens/s ({check.refused or check.plain_because})"
     return Reading(check.method, block, facts, slow)
 
@@ -92,13 +93,11 @@ def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: A
     return Reading(replace(EAGER, own_loop=check.loop), block, facts, "; ".join(filter(None, [slow, check.wrong_length])))
 
 
-def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
-    """Measure tokens per second over all streams, with a full cache; or of a prompt, if prompts are cut at their end."""
-    if config.evict == "prompt":
-        return _prompt_speed(model, config, method, streams)
+def block_speed(model: Model, config: CacheConfig, method: Method, streams: int, count: int) -> float:
+    """Measure tokens per second over all streams, in a block of `count` tokens with a full cache."""
     read = CachedDecoder(model, config, streams, method)
     read.fill_randomly(config.capacity or 0)
-    tokens = torch.zeros(streams, _TIMED_TOKENS, dtype=torch.int64, device=model.device)
+    tokens = torch.zeros(streams, count, dtype=torch.int64, device=model.device)
     return tokens.numel() / min(seconds_of(lambda: read(tokens), model.device) for _ in range(2))  # the first one warms up
 
 

@@ -74,8 +74,7 @@ def _measure_here(
         for group in groups:
             if wanted is not None and not wanted([item.cell for item in group], ledger.records):
                 continue
-            ledger.begin(group)
-            machine.measure(group, ledger.references(group), ledger.store, ledger.watcher, ledger.done)
+            machine.measure(ledger.begin(group), ledger.store, ledger.watcher, ledger.done)
             ledger.end(group)  # after `measure`, because a closed stderr must end the run without a failed cell
     finally:
         machine.close()

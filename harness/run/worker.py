@@ -57,7 +57,7 @@ class Worker:
         """Measure the cells of a group.
 
         Args:
-            references: record that each cell is compared with; None for cells without a reference.
+            references: `Prepared.reference` of each cell.
             scratch: empty folder to which files are written.
 
         Raises:
@@ -68,8 +68,9 @@ class Worker:
         def done(item: Prepared, outcome: Outcome) -> None:
             outcomes[item.cell.id] = outcome.with_contents()
 
-        group = [self._here(item) for item in self._order.groups[number]]
-        self._machine.measure(group, references, RecordStore(scratch), watcher, done)
+        items = [self._here(item) for item in self._order.groups[number]]
+        group = [dataclasses.replace(item, reference=record) for item, record in zip(items, references, strict=True)]
+        self._machine.measure(group, RecordStore(scratch), watcher, done)
         return GroupOutcomes([outcomes[item.cell.id] for item in group], watcher.notes)
 
     def _here(self, item: Prepared) -> Prepared:
