@@ -102,7 +102,7 @@ class Experiment:
 
             def measured(chosen: set[str]) -> tuple[list[Any], Path]:
                 target = Path(scratch) / f"{next(tries)}"
-                records = self.request.measure(target, with_groups(chosen, cells), fresh=True, walk=walk)
+                records = replace(self.request, walk=walk).measure(target, with_groups(chosen, cells))
                 return [_of_another_cpu(r) for r in records] if self.renamed else records, target
 
             try:

@@ -110,7 +110,7 @@ def same(records, others):
 @pytest.mark.slow("measures suites")
 def test_pickled_answers_make_the_same_records_and_the_same_page(request_, tmp_path):
     cells = request_.cells()
-    options = request_._options(None, False, False, KeepSteps.from_option("kept=90,end"))
+    options = replace(request_, keep=KeepSteps.from_option("kept=90,end"))._options()
     here = runner.run(cells, RecordStore(tmp_path / "here"), options, RunWatcher())
     there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), Pickled(options).measure)
     same(here, there)
@@ -127,7 +127,7 @@ def test_a_worker_without_the_model_or_with_other_code_says_so(request_, tmp_pat
     shutil.copytree(_BUILTIN / "sink_1", tmp_path / "mine")
     request = RunRequest("spread.yaml", model="mine", threads=1, device="cpu", policies=["window", "own.py:Own"])
     cells = request.cells()
-    options = RunOptions(request._options(None, False, False, None).device)
+    options = RunOptions(request._options().device)
     order = Order.from_groups([prepare(cells, options.device, None)], cells, options, 1)
 
     def check(order=order):
@@ -147,7 +147,7 @@ def test_a_worker_without_the_model_or_with_other_code_says_so(request_, tmp_pat
 
 def test_a_task_whose_data_cannot_be_sent_has_the_worker_read_them(request_):
     cells = [cell for cell in request_.cells() if cell.task.name == "perplexity"][:1]
-    options = request_._options(None, False, False, None)
+    options = request_._options()
     item = prepare(cells, options.device, None)[0]
     object.__setattr__(item.data, "source", lambda: "can't be pickled")
     order = pickle.loads(pickle.dumps(Order.from_groups([[item]], cells, options, 1)))

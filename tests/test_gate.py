@@ -36,12 +36,12 @@ QUALITY = {"perplexity", "streameval"}
 def suite(tmp_path_factory):
     path = tmp_path_factory.mktemp("suite") / "gate.yaml"
     path.write_text(SUITE)
-    return RunRequest(str(path), threads=1)
+    return RunRequest(str(path), threads=1, fresh=True, walk=True)
 
 
 def measured(suite, folder, tasks, policies=("dense", "window", "h2o")):
     cells = [c for c in suite.cells() if c.task.name in tasks and c.name in policies]
-    return suite.measure(folder, cells, fresh=True, walk=True)
+    return suite.measure(folder, cells)
 
 
 @pytest.fixture(scope="module")

@@ -65,9 +65,10 @@ def fresh(tmp_path_factory, machine_dir):
 def records_of(folder, machine_dir):
     path = folder / "rules.yaml"
     path.write_text(SUITE)
-    records = RunRequest(str(path), threads=1).measure(folder / "records", RunRequest(str(path)).cells(), fresh=True)
+    request = RunRequest(str(path), threads=1, fresh=True)
+    records = request.measure(folder / "records", request.cells())
     path.write_text(TRACES.replace("MODEL", str(machine_dir)))
-    records += RunRequest(str(path), threads=1).measure(folder / "traces", RunRequest(str(path)).cells(), fresh=True)
+    records += request.measure(folder / "traces", request.cells())
     assert {r.status for r in records} == {"ok"}
     return records
 

@@ -225,8 +225,8 @@ def test_a_cell_that_does_not_fit_after_all_says_what_to_do(tmp_path, monkeypatc
 def test_a_keep_map_holds_all_streams(tmp_path):
     path = tmp_path / "kept.yaml"
     path.write_text(SUITE.replace("streams: 7", "streams: 7, side_by_side: 2"))
-    request = RunRequest(str(path), threads=1, device="cpu")
-    (made,) = request.measure(tmp_path / "kept", request.cells()[1:2], progress=False, keep=KeepSteps())
+    request = RunRequest(str(path), threads=1, device="cpu", keep=KeepSteps())
+    (made,) = request.measure(tmp_path / "kept", request.cells()[1:2], progress=False)
     assert made.status == "ok", made.error
     assert made.facts.keep_map is not None
 

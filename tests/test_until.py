@@ -161,8 +161,8 @@ def short_blocks(monkeypatch):
 def run(folder, half_width, policies="window", **options):
     path = folder / "until.yaml"
     path.write_text(SUITE.replace("HALF", str(half_width)).replace("POLICIES", policies))
-    request = RunRequest(str(path), threads=1, device="cpu")
-    return request.measure(folder / "results", request.cells(), **options)
+    request = RunRequest(str(path), threads=1, device="cpu", **options)
+    return request.measure(folder / "results", request.cells())
 
 
 @pytest.mark.slow("measures suites")

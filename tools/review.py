@@ -96,7 +96,7 @@ def is_repeatable(record: Record) -> bool:
 def repeat(path: Path, record: Record, data: str | None, scratch: Path) -> list[str]:
     """Measure a cell again, and return how its figures differ from the record; empty if they agree."""
     cells = with_references([cell_from_spec(record.cell)])
-    *_, again = RunRequest(record.cell.suite, data=data).measure(scratch, cells, fresh=True)
+    *_, again = RunRequest(record.cell.suite, data=data, fresh=True).measure(scratch, cells)
     if again.status != "ok":
         return [f"the cell failed: {again.error.kind if again.error else '?'}"]
     findings = gate.check(([record], path.parent), ([again], scratch), {})

@@ -134,7 +134,7 @@ def _run(reference: Baseline, base: Measured, keep: str | None, model: str | Non
     with TemporaryDirectory() as scratch:
         target = writable(Path(keep)) if keep else Path(scratch) / "records"
         try:
-            now = request.measure(target, cells, fresh=True, tracebacks=debugging())
+            now = request.measure(target, cells, tracebacks=debugging())
         except RefusedModelError as error:
             return gate.check(base, ([], target), reference.bands, refused=str(error))
         tries = itertools.count(1)
@@ -142,7 +142,7 @@ def _run(reference: Baseline, base: Measured, keep: str | None, model: str | Non
         def again(ids: Collection[str]) -> list[Record]:
             click.echo(f"measuring {len(ids)} cells again, because their times or memory differ", err=True)
             folder, chosen = Path(scratch) / f"again{next(tries)}", with_groups(ids, cells)
-            return request.measure(folder, chosen, fresh=True, tracebacks=debugging())
+            return request.measure(folder, chosen, tracebacks=debugging())
 
         return gate.remeasure(gate.check(base, (now, target), reference.bands), base[0], reference.bands, again)
 
@@ -181,20 +181,17 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     from kvbench.harness.report import gate_times
     from kvbench.harness.report.baseline import Baseline
 
-    request = RunRequest(suite, **options)
+    request = RunRequest(suite, fresh=True, **options)
     target = baselines.replaceable(Path(folder))
     portable_suite, portable_options = portable(request, target)
     with TemporaryDirectory(dir=writable(target.parent), prefix=".update-") as scratch:
         records = Path(scratch) / "records"
         cells = request.cells()
-        first = request.measure(records, cells, fresh=True, tracebacks=debugging())
+        first = request.measure(records, cells, tracebacks=debugging())
         latency = [c for c in cells if issubclass(plugins.task_class(c.task.name).metrics, StepMetrics)]
         repeats = range(1, runs) if latency else ()
-        all_runs = [
-            first,
-            *(request.measure(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in repeats),
-        ]
-        learnt = gate_times.learn_bands(all_runs)
+        others = [request.measure(Path(scratch) / f"{n}", latency, tracebacks=debugging()) for n in repeats]
+        learnt = gate_times.learn_bands([first, *others])
         reference = Baseline(
             suite=portable_suite,
             options=portable_options,

@@ -60,7 +60,7 @@ def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, d
     suite = baseline.suite
     if suite.endswith((".yaml", ".yml")):
         suite = os.path.relpath(folder.resolve() / suite)
-    return RunRequest(suite, model or options.model, data, **options.model_dump(exclude={"model", "local_model"}))
+    return RunRequest(suite, model or options.model, data, fresh=True, **options.model_dump(exclude={"model", "local_model"}))
 
 
 def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Path) -> list[Cell]:

@@ -71,8 +71,10 @@ suite_options = _adding([*_SUITE_OPTIONS, *_MACHINE_OPTIONS])  # options of `ben
 @click.option("--walk", is_flag=True, help="Always read token by token inside the layers.")
 @click.option(
     "--trace",
+    "keep",
     metavar="kept[=STEPS]",
     type=FILLED,
+    callback=lambda _, __, value: None if value is None else KeepSteps.from_option(value),
     help="Also write the kept positions: at 17 steps (kept), at some (kept=128,256,end), or at all (kept=all).",
 )
 @click.option(
@@ -87,17 +89,7 @@ suite_options = _adding([*_SUITE_OPTIONS, *_MACHINE_OPTIONS])  # options of `ben
 @click.option("--fresh", is_flag=True, help="Measure finished cells again.")
 @click.option("--dry-run", is_flag=True, help="List the cells with estimates of time and memory; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
-def run(
-    suite: str,
-    block: int | None,
-    walk: bool,
-    trace: str | None,
-    results: str,
-    fresh: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def run(suite: str, results: str, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Measure the cells of a suite.
 
     SUITE is a file, the name of a suite that comes with the project, or the cell id of a record.
@@ -116,7 +108,6 @@ def run(
     bench run smoke --policy sink_window --policy my_policy.py:MyPolicy --set capacity=64
     """
     request = RunRequest(suite, **options)
-    keep = None if trace is None else KeepSteps.from_option(trace)
     cells = request.cells(Path(results))
     if dry_run:
         from kvbench.harness.run.estimate import estimate_rows, estimates
@@ -126,7 +117,7 @@ def run(
         print_rows(estimate_rows(expected), as_json)
         click.echo(f"{duration(sum(row.seconds or 0.0 for row in expected))} in all, without loading", err=True)
         return
-    records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging(), keep=keep)
+    records = request.measure(writable(Path(results)), cells, tracebacks=debugging())
     from kvbench.harness.report.doubts import with_doubts
 
     on_terminal = sys.stdout.isatty() and not as_json

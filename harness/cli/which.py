@@ -68,7 +68,7 @@ def which(
     from kvbench.harness.suite import ModelSpec
 
     suite = writable(Path(results)) / "which" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', model).strip('_')}-{budget}.yaml"
-    request = RunRequest(str(suite), None, data, **machine)
+    request = RunRequest(str(suite), None, data, fresh=fresh, **machine)
     request.use_threads()
     estimator = Estimator(device_of(machine["device"]), math.inf, until - 60 * minutes * (1 - TRIAL_SHARE))
     options = {"budget": budget, "minutes": minutes, "device": machine["device"], "dtype": dtype, "data": data}
@@ -85,9 +85,7 @@ def which(
     cells = ordered(request.cells())
     deadline = Deadline(cells, until, estimator)
     del estimator  # the deadline frees its model
-    records = with_doubts(
-        request.measure(Path(results), cells, fresh, tracebacks=debugging(), wanted=deadline.wants, until=until)
-    )
+    records = with_doubts(request.measure(Path(results), cells, tracebacks=debugging(), wanted=deadline.wants, until=until))
     click.echo("".join(f"{note}\n" for note in deadline.notes), err=True, nl=False)
     _show(records, model, budget, results, as_json)
     if any(r.status == "failed" for r in records):

@@ -79,10 +79,10 @@ def run(
         tuple(_yaml(entry) for entry in entries), tuple(f"{name}={_json(value)}" for name, value in settings.items()),
         str(device), None if dtype is None else str(dtype).removeprefix("torch."), threads, ray, workers,
         (tasks,) if isinstance(tasks, str) else tuple(tasks),
+        block, walk, fresh, None if trace is None else KeepSteps.from_option(str(trace)),
     )  # fmt: skip
     folder = writable(Path(results).expanduser())
-    keep = None if trace is None else KeepSteps.from_option(str(trace))
-    return Records(request.measure(folder, request.cells(folder), fresh, block, walk, progress=progress, keep=keep))
+    return Records(request.measure(folder, request.cells(folder), progress=progress))
 
 
 def _yaml(entry: PolicyEntry) -> str:

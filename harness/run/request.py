@@ -97,7 +97,7 @@ def _is_step(word: str) -> bool:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A suite, and the options that change it."""
+    """A suite, and the options that change it or its measurement. `block` to `keep` are those of `RunOptions`."""
 
     suite: str
     model: str | None = None
@@ -110,6 +110,10 @@ class RunRequest:
     ray: str | None = None  # address of a cluster, or "local"; None: this process measures
     workers: int | None = None  # on Ray
     tasks: Sequence[str] = ()  # only these of the suite, by name; all if empty
+    block: int | None = None
+    walk: bool = False
+    fresh: bool = False
+    keep: KeepSteps | None = None
 
     def cells(self, results: Path | None = None) -> list[Cell]:
         """Return the cells of the suite.
@@ -164,17 +168,13 @@ class RunRequest:
         self,
         results: Path,
         cells: Sequence[Cell],
-        fresh: bool = False,
-        block: int | None = None,
-        walk: bool = False,
         *,
         progress: bool = True,
         tracebacks: bool = False,
-        keep: KeepSteps | None = None,
         wanted: Wanted | None = None,
         until: float = math.inf,
     ) -> list[Record]:
-        """Measure the cells that have no record yet. `fresh`, `block`, `walk` and `keep` are options of `RunOptions`.
+        """Measure the cells that have no record yet, or all if `fresh`.
 
         Args:
             results: folder of the records.
@@ -194,7 +194,7 @@ class RunRequest:
         from kvbench.harness.run.progress import ProgressView, StderrConsole
         from kvbench.harness.run.runner import run
 
-        store, options = RecordStore(results), self._options(block, walk, fresh, keep)
+        store, options = RecordStore(results), self._options()
         with ExitStack() as stack:
             watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks, until)) if progress else RunWatcher()
             watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
@@ -223,7 +223,7 @@ class RunRequest:
             watcher.note(f"{cell.name} is left out", missing[cell.id])
         return installed
 
-    def _options(self, block: int | None, walk: bool, fresh: bool, keep: KeepSteps | None) -> RunOptions:
+    def _options(self) -> RunOptions:
         """Return the options of the run.
 
         Raises:
@@ -236,7 +236,7 @@ class RunRequest:
         self.use_threads()
         directory = Path(self.data).expanduser() if self.data else None
         device = device_of(self.device if self.ray is None else "cpu")  # workers choose their own
-        return RunOptions(device, directory, block, walk, fresh, keep)
+        return RunOptions(device, directory, self.block, self.walk, self.fresh, self.keep)
 
     def use_threads(self) -> None:
         """Set the number of threads of this process to the requested number, if there is one."""
