@@ -83,7 +83,7 @@ def ours(directory, max_length=None, **arguments) -> KVBench:
     reader, _ = Arguments.from_model_args(
         {"pretrained": str(directory), "batch_size": 5, "device": "cpu", "dtype": "float32"} | arguments
     ).loaded()
-    return KVBench(reader, tokenizer, max_length, prefix_token_id=prefix(tokenizer))
+    return KVBench(reader, tokenizer, max_length=max_length, prefix_token_id=prefix(tokenizer))
 
 
 def theirs(directory, max_length=None) -> HFLM:

@@ -46,26 +46,23 @@ class KVBench(HFLM):  # type: ignore[misc]
         self,
         reader: RequestReader,
         tokenizer: PreTrainedTokenizerBase,
-        max_length: int | None = None,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        chat_template_args: dict[str, Any] | None = None,
+        *,
         sample_seed: int = 0,
         on_progress: Callable[[int], None] | None = None,
         question_start: Callable[[Instance], int] | None = None,
         signature: Callable[[], str] | None = None,
+        **of_hf: Any,
     ) -> None:
-        """Wrap a reader. Parameters without an entry below have their meaning in lm-eval's `hf`.
+        """Wrap a reader.
 
         Args:
-            max_length: number of last tokens kept of a longer request. The default is lm-eval's choice for a policy that never
-                evicts, and no limit for a policy that evicts.
             sample_seed: seed of sampled answers.
             on_progress: called with the number of requests just done; replaces the progress bar.
             question_start: returns the index of the first character of a request's question, which is read after the cache of
                 the prompt has been cut; None if the question is part of the prompt.
             signature: returns a hash of everything that answers depend on besides the requests. Without it, lm-eval's
                 `use_cache` can't keep answers.
+            of_hf: further arguments of lm-eval's `hf`, such as `max_length`.
 
         Raises:
             UserError: the tokenizer adds a token after a text, which lm-eval would score as part of an answer.
@@ -88,11 +85,8 @@ class KVBench(HFLM):  # type: ignore[misc]
                 pretrained=reader.model.hf,
                 backend="causal",
                 tokenizer=tokenizer,
-                max_length=max_length,
                 batch_size=reader.batch,
-                add_bos_token=add_bos_token,
-                prefix_token_id=prefix_token_id,
-                chat_template_args=chat_template_args,
+                **of_hf,
             )
         finally:
             log.setLevel(level)
@@ -116,15 +110,8 @@ class KVBench(HFLM):  # type: ignore[misc]
         if str(options.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
             del options["device"]  # lm-eval's default, which its `hf` ignores too
         arguments = Arguments.from_model_args(dict(arg_dict) | options)
-        return cls(
-            *arguments.loaded(),
-            arguments.max_length,
-            arguments.add_bos_token,
-            arguments.prefix_token_id,
-            arguments.chat_template_args,
-            arguments.sample_seed,
-            signature=arguments.signature,
-        )
+        of_hf = arguments.model_dump(include={"max_length", "add_bos_token", "prefix_token_id", "chat_template_args"})
+        return cls(*arguments.loaded(), sample_seed=arguments.sample_seed, signature=arguments.signature, **of_hf)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Use lm-eval's file of answers (`use_cache`), which is keyed by requests alone.
@@ -145,7 +132,7 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Largest number of tokens of a request. A longer request keeps its last tokens."""
+        """Largest number of tokens of a request, which keeps its last ones. Unlimited by default for a policy that evicts."""
         evicts = self.reader.config.capacity is not None
         return sys.maxsize if evicts and not self._max_length else int(super().max_length)
 
