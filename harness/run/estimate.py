@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ class Estimator:
         """
         self._device, self._largest, self._until = device, largest, until
         self._overhead = best_seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
-        self._multiply_rates: dict[str, float] = {}
-        self._shapes: dict[ModelSpec, ModelShape | None] = {}
+        self._multiply_rate = cache(lambda dtype: multiply_rate(device, DTYPES[dtype]))
+        self._shape = cache(_shape)
         self._speeds: dict[ModelSpec, Speeds | None] = {}
 
     @property
@@ -101,10 +102,7 @@ class Estimator:
             return Estimate(cell, None, None, None)
         seconds = self._measured_seconds(cell, checked)
         if seconds is None:
-            dtype = cell.model.dtype
-            if dtype not in self._multiply_rates:
-                self._multiply_rates[dtype] = multiply_rate(self._device, DTYPES[dtype])
-            seconds = _seconds(cell, shape, self._multiply_rates[dtype], self._overhead)
+            seconds = _seconds(cell, shape, self._multiply_rate(cell.model.dtype), self._overhead)
         return Estimate(cell, seconds, cell.kv_bytes(shape), _weight_bytes(cell.model, shape))
 
     def _measured_seconds(self, cell: Cell, checked: set[Any]) -> float | None:
@@ -118,14 +116,14 @@ class Estimator:
         checked.add(key)
         return check + work.seconds(rates.token, rates.step)
 
-    def _shape(self, spec: ModelSpec) -> ModelShape | None:
-        """Return the shape from the model's config; None if neither directory, cache nor hub has a config."""
-        if spec not in self._shapes:
-            self._shapes[spec] = readable_shape(spec.id, spec.revision, spec.gguf_file)
-            if self._shapes[spec] is None:
-                reason = "its config is neither in the local cache nor reachable on the hub"
-                print(f"bench: {spec.id}: no estimates: {reason}", file=sys.stderr)
-        return self._shapes[spec]
+
+def _shape(spec: ModelSpec) -> ModelShape | None:
+    """Return the shape from the model's config; None, with a message, if neither directory, cache nor hub has a config."""
+    shape = readable_shape(spec.id, spec.revision, spec.gguf_file)
+    if shape is None:
+        reason = "its config is neither in the local cache nor reachable on the hub"
+        print(f"bench: {spec.id}: no estimates: {reason}", file=sys.stderr)
+    return shape
 
 
 def _weight_bytes(spec: ModelSpec, shape: ModelShape) -> int:
