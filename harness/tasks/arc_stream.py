@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,8 +26,8 @@ from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 class ArcStreamOptions(Options):
     """Options of the ARC stream."""
 
-    shown: ClassVar[tuple[str, ...] | None] = ("split", "subset")
-    axes: ClassVar[tuple[str, ...]] = ("subset",)
+    shown = ("split", "subset")
+    axes = ("subset",)
 
     name: Literal["arc_stream"] = "arc_stream"
     subset: Literal["ARC-Easy", "ARC-Challenge"] = Field("ARC-Easy", description="set of questions")
@@ -43,7 +43,7 @@ class ArcStreamOptions(Options):
 class ArcStream(AnsweringTask):
     """Accuracy of multiple-choice questions that come as one endless stream."""
 
-    options: ClassVar[type[Options]] = ArcStreamOptions
+    options = ArcStreamOptions
 
     @staticmethod
     def data(options: ArcStreamOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:

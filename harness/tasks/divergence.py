@@ -12,8 +12,7 @@ V vocabulary, R rows compared at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +22,12 @@ from kvbench.harness.core.intervals import Interval, over_samples
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import buckets
 from kvbench.harness.records.figure_rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, Compared, near
-from kvbench.harness.records.metrics import Metrics, SampleMetrics
+from kvbench.harness.records.metrics import SampleMetrics
 from kvbench.harness.records.types import Amount, Count, Ends, Nats, Part, Share
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, percent, policy_table, status, task_line, with_ends
-from kvbench.harness.tasks.common.samples import SampleOptions, Samples, samples
-from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer, Workload
+from kvbench.harness.tasks.common.samples import SampleOptions, Samples, SampleTask
+from kvbench.harness.tasks.task import Job, MeasurementError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +40,6 @@ _ROWS = 64  # predictions compared at once, in float64
 
 class DivergenceOptions(SampleOptions):
     """Options of the divergence task."""
-
-    shown: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
 
     name: Literal["divergence"] = "divergence"
     samples: int = Field(128, ge=1, le=100_000, description="pieces of the text that are read, one after the other")
@@ -136,22 +133,12 @@ def _ends(mean: Interval, low: float = -np.inf, high: float = np.inf) -> list[fl
     return None if mean.ends is None else np.clip(mean.ends, low, high).tolist()
 
 
-class Divergence(Task):
+class Divergence(SampleTask):
     """KL(dense || policy) of each next token, on samples no longer than the model's training length."""
 
-    options: ClassVar[type[Options]] = DivergenceOptions
-    metrics: ClassVar[type[Metrics]] = DivergenceMetrics
-    trace: ClassVar[str | None] = ".divergence.npy"
-
-    @staticmethod
-    def data(options: DivergenceOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
-        """Return samples of books or of generated prose."""
-        return samples(options, tokenizer, directory)
-
-    @classmethod
-    def workload(cls, options: DivergenceOptions) -> Workload:
-        """Return samples that are read one after the other."""
-        return Workload(sequences=options.samples, length=options.tokens, prompt=options.prompt or 0)
+    options = DivergenceOptions
+    metrics = DivergenceMetrics
+    trace = ".divergence.npy"
 
     @staticmethod
     def run(options: DivergenceOptions, job: Job) -> DivergenceMetrics:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,8 +32,8 @@ _MAX_LINES = 10**6  # lines of all streams, which are generated in memory
 class StreamEvalOptions(Options):
     """Options of the StreamEval task."""
 
-    shown: ClassVar[tuple[str, ...] | None] = ("distance", "streams")
-    axes: ClassVar[tuple[str, ...]] = ("distance",)
+    shown = ("distance", "streams")
+    axes = ("distance",)
 
     name: Literal["streameval"] = "streameval"
     lines: int = Field(1000, ge=1, description="record lines per stream")
@@ -65,7 +65,7 @@ class StreamEvalOptions(Options):
 class StreamEval(AnsweringTask):
     """Accuracy of answers about an earlier line of an endless record."""
 
-    options: ClassVar[type[Options]] = StreamEvalOptions
+    options = StreamEvalOptions
 
     @staticmethod
     def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:

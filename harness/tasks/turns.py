@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -81,8 +81,8 @@ STYLES: dict[str, Style] = {
 class TurnsOptions(Options):
     """Options of the task `turns`. The options from `system` to `data_seed` apply to generated conversations."""
 
-    shown: ClassVar[tuple[str, ...] | None] = ("data", "mode", "turns", "streams")
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("mode",)
+    shown = ("data", "mode", "turns", "streams")
+    never_pooled_over = ("mode",)
 
     name: Literal["turns"] = "turns"
     data: Literal["keys", "words", "scbench"] = Field(
@@ -204,7 +204,7 @@ def conversation(options: TurnsOptions, stream: int) -> Script:
 class Turns(AnsweringTask):
     """Right answers in conversations, by kind of question and by turn."""
 
-    options: ClassVar[type[Options]] = TurnsOptions
+    options = TurnsOptions
 
     @staticmethod
     def data(options: TurnsOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:

@@ -7,7 +7,6 @@ Source: the sink metric of Gu et al. 2024, arXiv:2410.10781, Section 3.1 (alpha 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import numpy as np
@@ -19,16 +18,15 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import number, percent, policy_table, status, task_line
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import short_titles
-from kvbench.harness.report.task_report import Measures
 from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions, figures
-from kvbench.harness.tasks.common.samples import samples
-from kvbench.harness.tasks.task import Job, Options, Task, Workload
+from kvbench.harness.tasks.common.samples import SampleTask
+from kvbench.harness.tasks.task import Job, Options
 
 _CELL_PIXELS, _MOST_PIXELS = 26, 480  # sizes of the heatmap of heads
 Panel = dict[str, Any]  # panel of a chart in Vega-Lite
 
 
-class AttentionTask(Task):
+class AttentionTask(SampleTask):
     """Attention of heads under full attention.
 
     Attributes:
@@ -38,8 +36,8 @@ class AttentionTask(Task):
 
     options: ClassVar[type[Options]] = AttentionOptions
     metrics: ClassVar[type[Metrics]] = AttentionMetrics
-    trace: ClassVar[str | None] = logit_maps.SUFFIX
-    measures: ClassVar[Measures] = "attention"
+    trace = logit_maps.SUFFIX
+    measures = "attention"
     shown_figures: ClassVar[dict[str, Callable[[Any], str]]] = {
         "sink heads": lambda m: percent(m.sink_heads, m.sink_heads_interval),
         "first token": lambda m: percent(m.first, m.first_interval),
@@ -48,16 +46,6 @@ class AttentionTask(Task):
         "largest logit": lambda m: number(m.largest_logit),
     }
     explanation: ClassVar[str] = ""
-
-    @staticmethod
-    def data(options: Any, tokenizer: Any, directory: Path | None) -> Any:
-        """Return samples of books or of generated prose."""
-        return samples(options, tokenizer, directory)
-
-    @classmethod
-    def workload(cls, options: Any) -> Workload:
-        """Return samples that are read one after the other."""
-        return Workload(sequences=options.samples, length=options.tokens)
 
     @staticmethod
     def run(options: Any, job: Job) -> AttentionMetrics:

@@ -6,7 +6,7 @@ Axis letters: N samples, L layers, Q query heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ SHARE = near(PART_NATS)
 
 class AttentionOptions(SampleOptions):
     """Options of the attention task."""
-
-    shown: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
 
     name: Literal["attention"] = "attention"
     epsilon: float = Field(0.3, gt=0, lt=1, description="attention that makes a token a head's sink")

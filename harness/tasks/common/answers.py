@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import IO, Annotated, Any, ClassVar, Literal
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.figure_rules import EXACT
-from kvbench.harness.records.metrics import AnswerMetrics, Metrics
+from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.records.types import Count, Duration
 from kvbench.harness.report.markdown import percent, status
@@ -37,9 +37,9 @@ class QuizFacts(DataFacts):
 class AnsweringTask(Task):
     """A task that asks questions during a stream. The trace has one line of JSON per answer."""
 
-    metrics: ClassVar[type[Metrics]] = AnswerMetrics
-    data_facts: ClassVar[type[DataFacts]] = QuizFacts
-    trace: ClassVar[str | None] = ".answers.jsonl"
+    metrics = AnswerMetrics
+    data_facts = QuizFacts
+    trace = ".answers.jsonl"
 
     @classmethod
     def from_trace(cls, record: Record, trace: IO[bytes]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import TokenStream, opening, stream
 from kvbench.harness.data.texts import Source, texts
-from kvbench.harness.tasks.task import Options, Tokenizer
+from kvbench.harness.tasks.task import Options, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,8 @@ MOST_CHECKED = 2048  # largest number of tokens of a sample in the check of a mo
 
 class SampleOptions(Options):
     """Options that choose the text, and the number and length of its samples."""
+
+    shown = ("data", "tokens", "samples", "prompt")
 
     data: Source = Field(
         "pg19", description="books (pg19), Wikipedia articles (wikitext), generated prose, or the words of Bigram-Backcopy"
@@ -43,28 +45,27 @@ class SampleOptions(Options):
         return self
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Consecutive pieces of a text, each after the stream's prefix."""
+class SampleTask(Task):
+    """A task that reads samples of books or of generated prose, one after the other."""
 
-    stream: TokenStream
+    @staticmethod
+    def data(options: Any, tokenizer: Tokenizer, directory: Path | None) -> Any:
+        """Return the `Samples`."""
+        return samples(options, tokenizer, directory)
+
+    @classmethod
+    def workload(cls, options: Any) -> Workload:
+        """Return samples that may begin with a prompt."""
+        return Workload(sequences=options.samples, length=options.tokens, prompt=options.prompt or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(TokenStream):
+    """A stream that is read as consecutive samples, each after the stream's prefix."""
+
     length: int  # tokens of a sample, its prefix and its end included
     tokenizer: PreTrainedTokenizerBase
     end: tuple[int, ...] = ()  # tokens that close every sample: the [SEP] of an encoder
-
-    @property
-    def ids_sha256(self) -> str:
-        """Fingerprint of the token ids."""
-        return self.stream.ids_sha256
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of text."""
-        return self.stream.tokens
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts about the data for the record."""
-        return self.stream.facts()
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return the model inputs, `input_ids` of the samples from `start` to `stop` - 1. [B, T] int64."""
@@ -78,9 +79,9 @@ class Samples:
         """Return the token ids of the samples from `start` to `stop` - 1. [B, T] int64."""
         import torch
 
-        prefix, new = self.stream.prefix, self.length - self.stream.prefix - len(self.end)
-        ids = torch.from_numpy(self.stream.ids[prefix + start * new : prefix + stop * new].copy()).long().view(-1, new)
-        first = torch.from_numpy(self.stream.ids[:prefix].copy()).long().expand(len(ids), -1)
+        prefix, new = self.prefix, self.length - self.prefix - len(self.end)
+        ids = torch.from_numpy(self.ids[prefix + start * new : prefix + stop * new].copy()).long().view(-1, new)
+        first = torch.from_numpy(self.ids[:prefix].copy()).long().expand(len(ids), -1)
         return torch.cat([first, ids, torch.tensor([self.end] * len(ids), dtype=torch.int64).view(len(ids), -1)], 1)
 
     def text(self, sample: int, position: int) -> str:
@@ -100,7 +101,8 @@ def samples(options: SampleOptions, tokenizer: Tokenizer, directory: Path | None
     if new < 1:
         raise UserError(f"tokens {options.tokens}: the tokenizer's own {len(prefix) + len(end)} tokens leave no room for text")
     source, books = texts(options.data, options.split, None, options.data_seed or 0, new * options.samples, directory)
-    return Samples(stream(books, source, loaded, new * options.samples, prefix), options.tokens, loaded, tuple(end))
+    whole = stream(books, source, loaded, new * options.samples, prefix)
+    return Samples(**vars(whole), length=options.tokens, tokenizer=loaded, end=tuple(end))
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

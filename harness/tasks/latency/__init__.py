@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal, Self
+from typing import IO, Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -27,7 +27,7 @@ from kvbench.harness.report.compare import speed_up
 from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, md, number, policy_table, status
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_charts import over_capacity
-from kvbench.harness.report.task_report import Measures, kv_title
+from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 _LARGEST_CACHE = 2**28  # bytes of a processor's cache, which can deliver weights and K/V faster than memory
@@ -46,7 +46,7 @@ _IF_BOUNDED = Checked(scope="bounded")
 class LatencyOptions(Options):
     """Options of the latency task."""
 
-    shown: ClassVar[tuple[str, ...] | None] = ("tokens", "batch", "prompt")
+    shown = ("tokens", "batch", "prompt")
 
     name: Literal["latency"] = "latency"
     tokens: int = Field(4096, ge=2, le=MAX_TOKENS, description="length of the stream; the steady state is measured at its end")
@@ -161,10 +161,10 @@ class _Rounds(Workload):
 class Latency(Task):
     """Milliseconds of a decode step over a stream, also as a multiple of the roofline."""
 
-    options: ClassVar[type[Options]] = LatencyOptions
-    metrics: ClassVar[type[Metrics]] = LatencyMetrics
-    trace: ClassVar[str | None] = ".steps.npy"
-    measures: ClassVar[Measures] = "time"
+    options = LatencyOptions
+    metrics = LatencyMetrics
+    trace = ".steps.npy"
+    measures = "time"
 
     @staticmethod
     def data(options: LatencyOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:

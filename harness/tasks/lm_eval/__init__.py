@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,15 +18,13 @@ from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
 from kvbench.harness.data.lookups import KINDS, is_contained, is_exact
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import sample_figures
-from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.markdown import by_row, cache_bytes, md, percent, policy_table, status, with_ends
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.lm_eval.lm_eval_options import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
+from kvbench.harness.tasks.task import Job, Task, Tokenizer, Workload
 
 if TYPE_CHECKING:
     from kvbench.harness.tasks.lm_eval.evaluate_requests import LmEvalData
@@ -39,10 +37,10 @@ _FACTS = "kvbench_facts_"  # prefix of the names of tasks for pretrained models
 class LmEval(Task):
     """Scores of one of lm-eval's tasks."""
 
-    options: ClassVar[type[Options]] = LmEvalOptions
-    metrics: ClassVar[type[Metrics]] = LmEvalMetrics
-    data_facts: ClassVar[type[DataFacts]] = LmEvalFacts
-    trace: ClassVar[str | None] = ".samples.jsonl"
+    options = LmEvalOptions
+    metrics = LmEvalMetrics
+    data_facts = LmEvalFacts
+    trace = ".samples.jsonl"
 
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,9 @@ MOST_SAMPLES = 10_000  # largest number of answers to a question
 class LmEvalOptions(Options):
     """Options of lm-eval's tasks."""
 
-    shown: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt", "question")
-    axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length", *GENERATION)
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt", "question")  # query-aware and query-blind scores don't mix
+    shown = ("batch", "tasks", "prompt", "question")
+    axes = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length", *GENERATION)
+    never_pooled_over = ("prompt", "question")  # query-aware and query-blind scores don't mix
 
     name: Literal["lm_eval"] = "lm_eval"
     tasks: str = Field(description="a task of lm-eval, or one of ours in its format; a list makes one cell per task")
@@ -95,8 +95,7 @@ class LmEvalOptions(Options):
     @property
     def generation(self) -> dict[str, Any]:
         """Generation settings that override the task's."""
-        named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "max_gen_toks": self.max_gen_toks}
-        settings = {k: v for k, v in named.items() if v is not None}
+        settings = self.model_dump(include={"temperature", "top_p", "top_k", "max_gen_toks"}, exclude_none=True)
         return settings if self.temperature is None else settings | {"do_sample": self.temperature > 0}
 
     @model_validator(mode="after")

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.figure_rules import BYTES, EXACT, TIME, Unchecked
-from kvbench.harness.records.metrics import Metrics, PeakMetrics
+from kvbench.harness.records.metrics import PeakMetrics
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import digits, in_bytes, md, policy_table, status, task_line
-from kvbench.harness.report.task_report import Measures, kv_title
+from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 
 class MemoryOptions(Options):
     """Options of the memory task."""
 
-    shown: ClassVar[tuple[str, ...] | None] = ("tokens", "batch")
+    shown = ("tokens", "batch")
 
     name: Literal["memory"] = "memory"
     tokens: int = Field(16384, ge=16, le=MAX_TOKENS, description="length of the stream")
@@ -65,9 +65,9 @@ class MemoryMetrics(PeakMetrics):
 class Memory(Task):
     """Bytes that the cache reports and allocates, and the peak over the stream."""
 
-    options: ClassVar[type[Options]] = MemoryOptions
-    metrics: ClassVar[type[Metrics]] = MemoryMetrics
-    measures: ClassVar[Measures] = "memory"
+    options = MemoryOptions
+    metrics = MemoryMetrics
+    measures = "memory"
 
     @staticmethod
     def data(options: MemoryOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from kvbench.harness.data.texts import texts
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
-from kvbench.harness.records.metrics import Looks, Metrics, NllMetrics
+from kvbench.harness.records.metrics import Looks, NllMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, digits, md, number, policy_table, status, with_ends
 from kvbench.harness.report.pairing import (
@@ -40,15 +40,15 @@ from kvbench.harness.report.pairing import (
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.perplexity.perplexity_options import PerplexityMetrics, PerplexityOptions, Precision
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
+from kvbench.harness.tasks.task import Job, Task, Tokenizer, Workload
 
 
 class Perplexity(Task):
     """NLL of each token, given the tokens of the stream that the cache holds."""
 
-    options: ClassVar[type[Options]] = PerplexityOptions
-    metrics: ClassVar[type[Metrics]] = PerplexityMetrics
-    trace: ClassVar[str | None] = ".nll.npy"
+    options = PerplexityOptions
+    metrics = PerplexityMetrics
+    trace = ".nll.npy"
 
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +45,8 @@ class Until(BaseModel):
 class PerplexityOptions(Options):
     """Options of the perplexity task."""
 
-    not_recorded: ClassVar[frozenset[str]] = frozenset({"side_by_side"})
-    shown: ClassVar[tuple[str, ...] | None] = ("data", "split", "tokens", "book", "streams", "prompt")
+    not_recorded = frozenset({"side_by_side"})
+    shown = ("data", "split", "tokens", "book", "streams", "prompt")
 
     name: Literal["perplexity"] = "perplexity"
     data: Source = Field(

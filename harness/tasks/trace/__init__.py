@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, Any, Literal
 
 from kvbench.harness.core.files import json_lines
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.records.run_facts import DataFacts
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
@@ -22,7 +20,7 @@ from kvbench.harness.report.markdown import cache_bytes, digits, number, percent
 from kvbench.harness.report.rows import short_titles, without_seeds
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer, Workload
+from kvbench.harness.tasks.task import Job, Task, Tokenizer, Workload
 from kvbench.harness.tasks.trace.programs import TraceData, figures, trace_data
 from kvbench.harness.tasks.trace.trace_options import TraceFacts, TraceMetrics, TraceOptions
 
@@ -30,10 +28,10 @@ from kvbench.harness.tasks.trace.trace_options import TraceFacts, TraceMetrics, 
 class Trace(Task):
     """Share of programs that a model runs to the end, and place of its first wrong word."""
 
-    options: ClassVar[type[Options]] = TraceOptions
-    metrics: ClassVar[type[Metrics]] = TraceMetrics
-    data_facts: ClassVar[type[DataFacts]] = TraceFacts
-    trace: ClassVar[str | None] = ".trace.jsonl"
+    options = TraceOptions
+    metrics = TraceMetrics
+    data_facts = TraceFacts
+    trace = ".trace.jsonl"
 
     @staticmethod
     def data(options: TraceOptions, tokenizer: Tokenizer, directory: Path | None) -> TraceData:

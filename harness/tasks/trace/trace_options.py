@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,9 +19,9 @@ _MAX_ANSWERS, _MAX_WORDS = 10**5, 10**5
 class TraceOptions(Options):
     """Options of the trace task."""
 
-    not_recorded: ClassVar[frozenset[str]] = frozenset({"side_by_side"})
-    shown: ClassVar[tuple[str, ...] | None] = ("programs", "lines", "registers", "steps", "restate", "tell", "samples", "teacher")
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("registers", "steps", "samples", "temperature", "top_p", "teacher")
+    not_recorded = frozenset({"side_by_side"})
+    shown = ("programs", "lines", "registers", "steps", "restate", "tell", "samples", "teacher")
+    never_pooled_over = ("registers", "steps", "samples", "temperature", "top_p", "teacher")
 
     name: Literal["trace"] = "trace"
     programs: int = Field(32, ge=1, le=_MAX_ANSWERS, description="number of programs; each is a prompt")
