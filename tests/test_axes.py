@@ -24,7 +24,6 @@ from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import readable_shape, shape_of
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.suite.overrides import Overrides
 from kvbench.policies import Composed
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
@@ -89,7 +88,7 @@ def mine(tmp_path, monkeypatch) -> str:
 def load(tmp_path: Path, text: str = GOOD, **overrides):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    return suites.load(file, Overrides(**overrides))[1]
+    return suites.load(file, **overrides)[1]
 
 
 def with_policy(entry: str, **changes: str) -> str:

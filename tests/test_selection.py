@@ -19,7 +19,7 @@ from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, read_bytes
 from kvbench.harness.engine.method import EAGER, PLAIN_WALK, TOKEN_BY_TOKEN
 from kvbench.harness.report.feed import feed
-from kvbench.harness.suite import Overrides, load
+from kvbench.harness.suite import load
 from kvbench.harness.suite.entries import entry_schema
 from kvbench.policies import Queries, Selecting
 from kvbench.policies.bigbird import BigBird
@@ -209,10 +209,10 @@ def test_a_suites_bursts_mean_nothing_to_what_selects_and_a_tasks_moments_do(tmp
     suite.write_text(f"{head}evict: [step, {{every: 16}}, prompt]\npolicies: [{{name: quest, budget: 32}}]\n")
     cells = [(cell.task.prompt, cell.evict) for cell in load(suite)[1]]
     assert cells == [(32, "prompt"), (None, 1)]
-    alone = load(suite, Overrides(policies=["{name: h2o, capacity: 8, evict: step}"]))[1]  # leaves the other task idle
+    alone = load(suite, policies=["{name: h2o, capacity: 8, evict: step}"])[1]  # leaves the other task idle
     assert [cell.task.prompt for cell in alone] == [None]
     with pytest.raises(UserError, match="add it to the suite's evict"):
-        load(suite, Overrides(policies=["{name: h2o, capacity: 8, evict: {every: 2}}"]))  # leaves both idle
+        load(suite, policies=["{name: h2o, capacity: 8, evict: {every: 2}}"])  # leaves both idle
 
 
 def test_the_answer_says_what_is_held_and_what_of_it_is_read() -> None:

@@ -20,7 +20,6 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.suite import cells as cells_module
-from kvbench.harness.suite.overrides import Overrides
 
 pytestmark = pytest.mark.fast
 
@@ -39,7 +38,7 @@ policies:
 def load(tmp_path: Path, text: str = GOOD, **overrides):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    return suites.load(file, Overrides(**overrides))[1]
+    return suites.load(file, **overrides)[1]
 
 
 def test_a_policy_named_on_the_command_line_keeps_its_parameters_in_the_suite(tmp_path):

@@ -129,8 +129,8 @@ class RunRequest:
         user_files.forget_changed()
         if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
             return self._of_tasks(suites.with_references([self._recorded_cell(results)]))
-        overrides = suites.Overrides(self.model, self.dtype, self.policies, self.settings)
-        return self._of_tasks(suites.load(suites.find(self.suite), overrides)[1])
+        _, cells = suites.load(suites.find(self.suite), self.model, self.dtype, self.policies, self.settings)
+        return self._of_tasks(cells)
 
     def _of_tasks(self, cells: list[Cell]) -> list[Cell]:
         """Return the cells of the chosen tasks."""

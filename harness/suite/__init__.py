@@ -4,13 +4,11 @@ from kvbench.harness.suite.cells import Cell, cell_from_spec, find, labels, load
 from kvbench.harness.suite.editor_schema import schema
 from kvbench.harness.suite.entries import entry_schema, parameter_schema, policy_with
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
-from kvbench.harness.suite.overrides import Overrides
 from kvbench.harness.suite.text import Settings, validated, yaml_value
 
 __all__ = [
     "Cell",
     "ModelSpec",
-    "Overrides",
     "Resources",
     "Settings",
     "SuiteFile",

@@ -28,7 +28,7 @@ from kvbench.harness.records.cell import CellSpec, Options, flat
 from kvbench.harness.suite.axes import evict_from, multiplied
 from kvbench.harness.suite.entries import Entry, capacity_of, entries
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
-from kvbench.harness.suite.overrides import Overrides, apply
+from kvbench.harness.suite.overrides import override
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
 from kvbench.policies import Policy, PositionMode
 
@@ -159,14 +159,16 @@ def shipped_suites() -> list[Path]:
     return sorted(folder.glob("*.yaml"))
 
 
-def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, list[Cell]]:
-    """Read and check a suite, and expand its lists into cells.
+def load(
+    path: Path, model: str | None = None, dtype: str | None = None, policies: Sequence[str] = (), settings: Sequence[str] = ()
+) -> tuple[SuiteFile, list[Cell]]:
+    """Read and check a suite, and expand its lists into cells. `model` to `settings` change the suite, see `override`.
 
     Raises:
         UserError: the suite has a mistake. The message names the first one with its line.
     """
     source = Source(path)
-    apply(source, overrides or Overrides())
+    override(source, model, dtype, policies, settings)
     suite = validated(SuiteFile, source.data, source, ())
     models = _bounded(
         (validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)), path
@@ -174,13 +176,13 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     tasks = _bounded((one for i, given in items(suite.task) for one in _tasks(given, source, ("task", *i))), path)
     chosen = _bounded((entry for i in range(len(suite.policies)) for entry in entries(suite, i, source)), path)
     idle = [task for task in tasks if task.is_idle(chosen)]
-    if idle and (overrides is None or not overrides.policies or len(idle) == len(tasks)):
+    if idle and (not policies or len(idle) == len(tasks)):
         raise _idle(idle[0], chosen, source)
     resources = validated(Resources, suite.resources or {}, source, ("resources",))
     cells = _bounded(
         (
-            _cell(suite, model, task, entry, source, resources)
-            for model, task, entry in itertools.product(models, tasks, chosen)
+            _cell(suite, spec, task, entry, source, resources)
+            for spec, task, entry in itertools.product(models, tasks, chosen)
             if task.is_for(entry)
         ),
         path,

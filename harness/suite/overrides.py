@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,17 @@ from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.text import Source, items, yaml_value
 
 
-@dataclass
-class Overrides:
-    """Values of --model, --dtype, --policy and --set."""
-
-    model: str | None = None
-    dtype: str | None = None
-    policies: Sequence[str] = ()
-    settings: Sequence[str] = ()  # key=value
-
-
-def apply(source: Source, overrides: Overrides) -> None:
-    """Apply the changes to a suite's data."""
-    if overrides.model is not None:
-        source.put(("model",), _models(overrides.model), "--model")
-    if overrides.dtype is not None:
+def override(source: Source, model: str | None, dtype: str | None, policies: Sequence[str], settings: Sequence[str]) -> None:
+    """Change a suite's data by the values of --model, --dtype, --policy and --set, "key=value" each."""
+    if model is not None:
+        source.put(("model",), _models(model), "--model")
+    if dtype is not None:
         for i, _ in items(source.data.get("model")):
-            source.put(("model", *i, "dtype"), overrides.dtype, "--dtype")
-    if overrides.policies:
-        chosen = [entry for option in overrides.policies for entry in _entries(source, yaml_value(option, "--policy"))]
+            source.put(("model", *i, "dtype"), dtype, "--dtype")
+    if policies:
+        chosen = [entry for option in policies for entry in _entries(source, yaml_value(option, "--policy"))]
         source.put(("policies",), chosen, "--policy")
-    for setting in overrides.settings:
+    for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
             raise UserError(f"--set {setting}: expected KEY=VALUE")
