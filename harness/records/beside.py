@@ -53,10 +53,11 @@ def open_trace(record: Record, folder: Path) -> TraceFile | Problem | None:
             return TraceFile(path.read_bytes(), path, folder)
         except OSError as error:
             return Problem(path, f"can't be read ({error})")
-    file = published.suite_file(folder, record)
-    suite = published.load(file) if file.exists() else None
-    content = suite.trace(record) if isinstance(suite, published.Suite) else None
-    return None if content is None else TraceFile(content, file.with_suffix(published.PARQUET) / path.name, folder)
+    suite = published.suite_of(folder, record)
+    content = None if suite is None else suite.trace(record)
+    if suite is None or content is None:
+        return None
+    return TraceFile(content, suite.path.with_suffix(published.PARQUET) / path.name, folder)
 
 
 def read_beside(record: Record, name: str, folder: Path) -> Record | Problem:
@@ -67,9 +68,7 @@ def read_beside(record: Record, name: str, folder: Path) -> Record | Problem:
         folder: folder of the file of `record`.
     """
     other = read(folder / name)
-    file = published.suite_file(folder, record)
-    suite = published.load(file) if isinstance(other, Problem) and file.exists() else None
-    if isinstance(suite, published.Suite):
+    if isinstance(other, Problem) and (suite := published.suite_of(folder, record)) is not None:
         stem = name.removesuffix(".json")
         return next((r for r in suite.having(stem.rpartition("-")[0][-8:]) if r.stem == stem), other)
     return other

@@ -141,6 +141,13 @@ def suite_file(folder: Path, record: Record) -> Path:
     return folder / f"{slug(record.cell.suite)}{JSONL}"
 
 
+def suite_of(folder: Path, record: Record) -> Suite | None:
+    """Return the suite of a record in a published folder; None if its file is missing or can't be read."""
+    path = suite_file(folder, record)
+    suite = load(path) if path.exists() else None
+    return suite if isinstance(suite, Suite) else None
+
+
 def load(path: Path) -> Suite | Problem:
     """Read the two files of a suite. The last few suites are cached.
 

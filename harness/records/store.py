@@ -122,9 +122,8 @@ class RecordStore:
 
     def _published(self, record: Record) -> list[tuple[Path, Record]]:
         """Return the published records of a cell."""
-        path = published.suite_file(self.folder, record)
-        suite = published.load(path) if path.exists() else None
-        return [(path, other) for other in suite.having(record.cell_id)] if isinstance(suite, published.Suite) else []
+        suite = published.suite_of(self.folder, record)
+        return [] if suite is None else [(suite.path, other) for other in suite.having(record.cell_id)]
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
         """Yield every record of the folder with its file, or the problem of that file, ordered by path.
