@@ -103,18 +103,15 @@ def run_child(connection: Connection, scratch: str) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
             user_files.receive(connection.recv())
-            connection.send(_answer(connection.recv(), connection, Path(scratch)))
+            order: Order = connection.recv()
+            from kvbench.harness.run.worker import Worker
+
+            worker = Worker(order, lambda *progress: connection.send(progress), own_process=True)
+            connection.send(worker.measure(0, [item.reference for item in order.groups[0]], Path(scratch)))
         except (UserError, EOFError, ConnectionError) as error:
             connection.send(error)
         except (Exception, SystemExit) as error:  # a user's code may raise what can't be pickled
             connection.send(ChildError(failure(error)))
-
-
-def _answer(order: Order, connection: Connection, scratch: Path) -> GroupOutcomes:
-    from kvbench.harness.run.worker import Worker
-
-    worker = Worker(order, lambda tokens, text: connection.send((tokens, text)), own_process=True)
-    return worker.measure(0, [item.reference for item in order.groups[0]], scratch)
 
 
 def _end_with_parent() -> None:
