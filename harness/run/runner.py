@@ -55,8 +55,8 @@ def _is_finished(group: Group, ledger: Ledger, options: RunOptions) -> bool:
     """Return whether earlier runs finished all cells of a group. If so, this run takes over their records."""
     stored, keep = {}, options.keep
     for item in group:
-        needs_map = keep is not None and mapped_steps(item, keep) is not None
-        record = ledger.store.finished(item.record, keep.text if keep is not None and needs_map else None)
+        steps = None if keep is None or mapped_steps(item, keep) is None else keep.text
+        record = ledger.store.finished(item.record, steps)
         if record is None:
             return False
         stored[item.cell.id] = record

@@ -303,10 +303,11 @@ def _by_turn(group: Sequence[Record]) -> dict[str, str]:
 def over_turns(records: Sequence[Record]) -> list[Chart]:
     """Return a panel per capacity with a line per policy; empty if all records have one turn."""
     measured = [r for r in records if (m := r.measured(AnswerMetrics)) and len(m.turns or {}) > 1]
-    return panels(measured, "Share of right answers of {model} over the turns of a conversation, one line per policy", _panel)
+    alt = "Share of right answers of {model} over the turns of a conversation, one line per policy"
+    return panels(measured, alt, lambda part, _: _panel(part))
 
 
-def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:  # noqa: ARG001 - as `panels` calls it
+def _panel(records: Sequence[Record]) -> dict[str, Any]:
     groups = without_seeds(records)
     first = [group[0] for group in groups]
     names = [name + on_device(record, records) for name, record in zip(short_titles(first), first, strict=True)]

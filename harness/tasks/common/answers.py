@@ -59,7 +59,7 @@ class AnsweringTask(Task):
 def percent_or_status(*records: Record) -> str:
     """Return the percentage of right answers of all records with its interval; the status if a cell failed."""
     accuracy, failed = answers(records), [r for r in records if r.status != "ok"]
-    return status([*failed, *records][0]) if failed or accuracy is None else percent(accuracy.share, accuracy.ends, "")
+    return status((failed or records)[0]) if failed or accuracy is None else percent(accuracy.share, accuracy.ends, "")
 
 
 def summed(records: Sequence[Record], by: Literal["in_cache", "kinds", "turns"]) -> dict[str, tuple[int, int]]:
