@@ -5,22 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import DEVICE, tokens_of
 from factories import needs_triton
 from warp_races import barriers, races
-
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import KERNELS, PLAIN_WALK
-from kvbench.harness.engine.model import adopt
-from kvbench.harness.kernels import choose, cuda, cuda_attention
-from kvbench.harness.models.families import tiny_model
-from kvbench.policies.h2o import H2O
 
 pytestmark = pytest.mark.slow("Triton's compiler")
 
@@ -112,44 +101,3 @@ def test_a_race_is_found_and_a_barrier_ends_it(function, block):
     assert all("(x)" in line for line in races(without))
     assert races(with_barrier) == []
     assert ptx.count("bar.sync") >= barriers(with_barrier) > 0
-
-
-@pytest.fixture
-def last_program_first(monkeypatch):
-    """Triton's interpreter runs the programs of a grid in reverse order."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    def set_index(x, y, z):
-        sizes = interpreter_builder.grid_dim
-        interpreter_builder.grid_idx = tuple(size - 1 - i for size, i in zip(sizes, (x, y, z), strict=True))
-
-    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_index)
-
-
-def poison(read: CachedDecoder) -> None:
-    """Leave in the free slots what an evicted token may have left there."""
-    for walk in read.walks:
-        tensors = walk.slots.tensors
-        for flat in (tensors.keys.flat, tensors.values.flat, *tensors.flat_states.values()):
-            flat[tensors.free] = float("nan")
-        tensors.flat_rank[tensors.free], tensors.flat_position[tensors.free] = 0, 3
-
-
-@needs_triton
-@pytest.mark.parametrize(("group", "mode"), [(2, "cache"), (20, "clamped")])
-def test_what_the_evicted_token_left_is_not_read(monkeypatch, last_program_first, group, mode):
-    """A step and a block find NaN in the free slot. Groups of 20 are read by two programs, which may run in any order."""
-    monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
-    monkeypatch.setattr(cuda_attention, "_MAX_TILE_BYTES", 16)  # blocks of 16 slots, so that a row has several parts
-    shape = {"num_attention_heads": group, "num_key_value_heads": 1, "hidden_size": 8 * group, "num_hidden_layers": 1}
-    model, tokens = adopt(tiny_model("llama", vocab_size=96, **shape).to(DEVICE)), tokens_of(22)
-    config = CacheConfig(H2O(), 17, mode, 12)
-    filling = replace(KERNELS, fill=True)  # walking until the cache is full would take the interpreter seconds
-    fast, plain = CachedDecoder(model, config, 1, filling), CachedDecoder(model, config, 1, PLAIN_WALK)
-    assert "step kernel" in fast.walks[0].offers
-    for block in tokens.split([17, 1, 1, 2, 1], 1):
-        if block.shape[1] < 17:
-            poison(fast)
-            poison(plain)
-        torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)
-    assert fast.kept() == plain.kept()

@@ -314,21 +314,6 @@ def test_every_layer_of_d2o_has_room_for_its_sinks_and_window(monkeypatch):
     assert budgets.sum() == 8 * 2 * 64
 
 
-def test_a_merged_key_is_a_mean_of_rotated_keys():
-    """Two equal tokens, rotated to one position, are worth one: a merge of equal keys and values of weight 1 changes nothing."""
-    policy = D2O(SINKS, sinks=0)
-    view_keys, rank = torch.randn(1, 2, 1, 4, dtype=DOUBLE), torch.arange(3).expand(1, 2, 3)
-    keys = view_keys.expand(1, 2, 3, 4).clone()
-    values, none = keys * 2, torch.zeros(1, 1, 1, dtype=torch.int64)
-    states = {s: torch.zeros(1, 2, 2, dtype=DOUBLE) for s in policy.statistics[-1:]}
-    view = CacheView(rank, rank, none + 2, keys, values, states, none, torch.arange(2)[None, :, None], none)
-    evicted = torch.zeros(1, 2, 3, dtype=torch.bool)
-    evicted[:, :, 0] = True
-    merged = policy.merge(view, Evicted.of(evicted, evicted, view, 1))
-    assert torch.allclose(merged.keys, keys)
-    assert torch.allclose(merged.values, values)
-
-
 @pytest.mark.parametrize(
     ("policy", "options", "reason"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import bench_in, in_blocks, tokens_of
 from factories import MODES, POLICIES, chooser
-from reference import Chooser, Held, lightest
+from reference import Chooser, Held
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
@@ -26,7 +26,6 @@ from kvbench.lab.pretrain.config import PretrainConfig, load
 from kvbench.lab.pretrain.train import pretrain
 from kvbench.lab.shared_kv.decoder import PlainDecoder, Setting
 from kvbench.lab.shared_kv.model import LCKVConfig, LCKVForCausalLM
-from kvbench.lab.shared_kv.sources import kv_sources
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.window import Window
@@ -221,57 +220,6 @@ def test_under_a_window_all_layers_that_share_see_the_tokens_that_are_kept(name)
     age = at[:, None] - at
     own = own_logits(hf, tokens, (age >= 0) & (age <= capacity))
     assert (PlainDecoder(hf, Setting(Window(), capacity))(tokens) - own).abs().max() < EXACT
-
-
-def h2o_by_eager_attention(hf: PreTrainedModel, tokens: Tensor, capacity: int) -> tuple[Tensor, dict[int, list[list[int]]]]:
-    """H2O over one stream, by nothing but the model's own forward passes: one a step, with what was evicted masked.
-
-    Returns:
-        Logits [1, T, V], and the positions kept, by layer that owns a cache and KV head.
-    """
-    sources, heads = kv_sources(hf.config), hf.config.num_key_value_heads
-    length, choose = tokens.shape[1], lightest(capacity // 2)
-    queries = hf.config.num_attention_heads
-    attention = [layer.self_attn for layer in hf.base_model.layers]
-    sees = {o: torch.zeros(heads, length, length, dtype=torch.bool) for o in sorted(set(sources))}
-    held: dict[int, list[list[Held]]] = {o: [[] for _ in range(heads)] for o in sees}
-    seen: dict[int, Tensor] = {}
-
-    def masked(module, args, kwargs):
-        mask = sees[sources[module.layer_idx]].repeat_interleave(queries // heads, 0)
-        end = kwargs["hidden_states"].shape[1] if "hidden_states" in kwargs else args[0].shape[1]
-        return args, {**kwargs, "attention_mask": additive(mask[:, :end, :end])}
-
-    hooks = [m.register_forward_pre_hook(masked, with_kwargs=True) for m in attention]
-    hooks += [m.register_forward_hook(lambda m, _, out: seen.__setitem__(m.layer_idx, out[1])) for m in attention]
-    logits = []
-    for t in range(length):
-        for owner, of_heads in held.items():
-            for head, of_head in enumerate(of_heads):
-                of_head.append(Held(t, tokens, tokens))
-                sees[owner][head, t, [x.position for x in of_head]] = True
-        with torch.inference_mode(), own_attention(hf):
-            logits.append(hf(input_ids=tokens[:, : t + 1], use_cache=False).logits[:, -1:])
-        for owner, of_heads in held.items():
-            layers = [layer for layer, source in enumerate(sources) if source == owner]
-            mass = sum(seen[layer][0, :, -1].unflatten(0, (heads, -1)).sum(1) for layer in layers)  # [H, t + 1]
-            for head, of_head in enumerate(of_heads):
-                for x in of_head:
-                    x.mass += float(mass[head, x.position])
-                if len(of_head) > capacity:
-                    del of_head[choose(of_head, t, owner, head)]
-    for hook in hooks:
-        hook.remove()
-    return torch.cat(logits, 1), {o: [[x.position for x in of_head] for of_head in held[o]] for o in held}
-
-
-@pytest.mark.parametrize("name", GEMMAS)
-def test_h2o_sums_the_attention_of_all_layers_that_read_a_cache(name):
-    hf = model_named(name, sliding_window=64)  # no token leaves the window
-    tokens, read = tokens_of(40), PlainDecoder(hf, Setting(H2O(), 9))
-    logits, kept = h2o_by_eager_attention(hf, tokens, 9)
-    assert (read(tokens) - logits).abs().max() < EXACT
-    assert [of_cache[0] for of_cache in read.kept()] == list(kept.values())
 
 
 @pytest.mark.parametrize(
