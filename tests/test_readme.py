@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 from pathlib import Path
 
 import click
 import pytest
-from markdown_it import MarkdownIt
 
 from kvbench.harness.cli import cli
 from kvbench.harness.cli.loaded import LoadedCommand
@@ -25,14 +23,6 @@ def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs/findings").glob("*.md"))], ids=lambda path: path.name)
-def test_rendered_paragraphs_are_whole(page):
-    """An HTML comment or a table in the wrong place splits a paragraph, so its second half begins with a small letter."""
-    tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
-    paragraphs = [after.content for token, after in itertools.pairwise(tokens) if token.type == "paragraph_open"]
-    assert [text for text in paragraphs if text[0].islower()] == []
 
 
 def test_links_lead_to_files_and_headings():
