@@ -1,4 +1,4 @@
-"""Fixtures that tests share. Their helpers are in `helpers.py`, and are also found as attributes of this module."""
+"""Fixtures that tests share. Their helpers are in `helpers.py`, which imports PyTorch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it when it
 import pytest
 from hypothesis import settings
 
-HELPERS = {"DEVICE", "FAMILIES", "bench", "bench_in", "bench_process", "in_blocks", "model_of", "nll", "tokens_of"}
 SHARED = Path(__file__).parents[2] / "shared"
 LM_EVAL_FOLDERS = "arc hellaswag lambada openbookqa piqa winogrande longbench ruler gsm8k minerva_math aime"  # of our suites
 
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in HELPERS:
-        raise AttributeError(name)
-    import helpers
-
-    return getattr(helpers, name)
 
 
 def pytest_configure(config: pytest.Config) -> None:

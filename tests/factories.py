@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
+from helpers import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
 from reference import after_sinks, by_number, lightest, oldest
 from torch import Tensor
 

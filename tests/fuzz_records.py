@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from conftest import bench_in
 from factories import RECORDS, working_copy
+from helpers import bench_in
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore, digest

@@ -1,4 +1,7 @@
-"""Tiny random models, tokens, and commands that tests share. Importing this sets PyTorch up. Nothing is downloaded."""
+"""Tiny random models, tokens, commands, and the names of the engine that most of its tests use.
+
+Importing this sets PyTorch up. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,19 @@ DEVICE = torch.device(os.environ.get("BENCH_TEST_DEVICE", "cpu"))  # `make gpu` 
 if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for CUDA run in Triton's interpreter; read when it is imported
 
-from kvbench.harness.core.device import use_full_float32  # noqa: E402
-from kvbench.harness.engine.model import Model, adopt  # noqa: E402
-from kvbench.harness.models.families import tiny_model  # noqa: E402
+from kvbench.harness.core.device import use_full_float32
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import EAGER
+from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.models.families import tiny_model
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.snapkv import SnapKV
+from kvbench.policies.window import Window
 
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
 

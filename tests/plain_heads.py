@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from conftest import DEVICE, model_of
+from helpers import DEVICE, model_of
 from prompt_views import Seen, dense_pass, kept, output_of, prompt_views
 from torch import Tensor
 

@@ -11,23 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import DEVICE, model_of
+from helpers import DEVICE, EAGER, H2O, CacheConfig, RecomputeWindow, Window, decoder, model_of
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.data import arc
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.tasks import streameval
 from kvbench.harness.tasks.arc_stream import ArcStream, ArcStreamOptions
 from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
 from kvbench.harness.tasks.task import Job, MeasurementError
-from kvbench.policies.h2o import H2O
-from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.window import Window
 
 pytestmark = pytest.mark.fast
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import wrong_caches
-from conftest import bench
+from helpers import bench, tiny_model
 from test_foreign import skip_without_fp8
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache, StaticCache
 from watched import eager_weights
@@ -21,7 +21,6 @@ import kvbench
 from kvbench.harness.audit import audit
 from kvbench.harness.audit.audit import RULES, Audit
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.models.families import tiny_model
 
 FAULTS = {  # a cache, and the checks that fail
     "Window": set(),

@@ -10,8 +10,8 @@ from pathlib import Path
 import injected
 import pytest
 import yaml
-from conftest import bench
 from factories import record
+from helpers import bench
 from tampered import TAMPERED, copied
 
 from kvbench.harness.core.errors import Exit, UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import bench_in as bench
+from helpers import bench_in as bench
 
 from kvbench.harness.records import LOCK, RecordStore
 

@@ -9,20 +9,15 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import model_of, tokens_of
 from factories import CLOSE, MODES, uniform_number
+from helpers import H2O, CacheConfig, CachedDecoder, Dense, Random, model_of, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed_budgets import by_distance_from_mean, by_key_norm, by_mass, run
 from torch import Tensor
 
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN
 from kvbench.policies import CacheView, Composed, HeadSizes, KeyNorm, Policy, RecentAttention, Seen, Statistic, Written
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
 
 pytestmark = pytest.mark.fast
 

@@ -6,20 +6,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, nll, tokens_of
 from factories import needs_triton
+from helpers import DEVICE, H2O, CacheConfig, CachedDecoder, Dense, SinkWindow, adopt, model_of, nll, tiny_model, tokens_of
 
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, RAN
-from kvbench.harness.engine.model import adopt
 from kvbench.harness.kernels import captured, choose, cuda
 from kvbench.harness.kernels.captured import PROCESS, CapturedSteps, CudaGraph, replayable
-from kvbench.harness.models.families import tiny_model
 from kvbench.policies import KeyNorm, Policy
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.sink_window import SinkWindow
 
 on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in where there is no CUDA")
 

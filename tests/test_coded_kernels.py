@@ -6,28 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, tokens_of
 from factories import MODES, needs_compiler
+from helpers import DEVICE, H2O, CacheConfig, Dense, Model, SinkWindow, SnapKV, adopt, model_of, tiny_model, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.comparison import ReferenceComparison, record_inputs
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN
-from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import compiler
-from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
 from kvbench.policies.knorm import Knorm
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
 
 BY_KERNEL = replace(PLAIN_WALK, step_kernel=True)
 NAMES = ["int8", "int4", "int2"]

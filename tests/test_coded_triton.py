@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, tokens_of
 from factories import needs_triton
+from helpers import DEVICE, H2O, CacheConfig, CachedDecoder, Dense, SinkWindow, tokens_of
 from test_coded_kernels import BY_KERNEL, model_with, parts_of, refuse_unequal
 
 from kvbench.harness.core.codec import Codec, Kivi
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK
 from kvbench.harness.kernels import choose, cuda, cuda_attention
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.sink_window import SinkWindow
 
 pytestmark = [pytest.mark.slow("Triton's interpreter and compiler"), needs_triton]
 

@@ -7,8 +7,8 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import bench
 from factories import cell_record, changed, edit, record
+from helpers import bench
 
 from kvbench.harness.records import RecordStore, read
 from kvbench.harness.records.beside import TraceFile

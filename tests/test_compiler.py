@@ -13,16 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import model_of
+from helpers import H2O, CacheConfig, CachedDecoder, Random, model_of
 
 from kvbench.harness.core import user_cache
 from kvbench.harness.engine import fastcheck
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.kernels import compiler
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 FOREIGN = "void release(void) {}"  # has the right name, but is not ours

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, nll, tokens_of
 from factories import needs_triton
+from helpers import DEVICE, CacheConfig, CachedDecoder, SinkWindow, Window, model_of, nll, tokens_of
 from torch.nn.attention.bias import CausalBias
 
 from kvbench.harness.engine import attention, banded
 from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.banded import Sinks
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.rotary import Rotation, _candidates, rotate
 from kvbench.harness.kernels import flex, rope
 from kvbench.harness.kernels.flex_blocks import banded_by_flex
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 DIMS = [8, 80, 128] if DEVICE.type == "cpu" else [8, 64, 80, 96, 128, 256]  # the interpreter takes seconds
 

@@ -6,21 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEVICE
 from factories import needs_compiler
+from helpers import DEVICE, H2O, CacheConfig, Dense, Model, SinkWindow, adopt, tiny_model
 
 from kvbench.harness.core.codec import Codec
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK
-from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.models.families import tiny_model
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.sink_window import SinkWindow
 
 SINKS, LOOKS = CacheConfig(SinkWindow(4), 40), CacheConfig(H2O(), 40)
 CODED = CacheConfig(Dense(), kv=Codec("int4"))

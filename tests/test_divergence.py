@@ -7,21 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import in_blocks, model_of, tokens_of
 from factories import cell_record
+from helpers import EAGER, H2O, CacheConfig, Dense, RecomputeWindow, SinkWindow, Window, decoder, in_blocks, model_of, tokens_of
 
 from kvbench.harness.core.intervals import interval
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.method import EAGER
 from kvbench.harness.report.compare import differences
 from kvbench.harness.tasks.divergence import COMPARED, Divergence, DivergenceOptions, figures
 from kvbench.harness.tasks.task import Job
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 SAMPLES, TOKENS = 3, 40
 IDS = tokens_of(TOKENS, SAMPLES, seed=5)

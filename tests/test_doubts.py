@@ -7,8 +7,8 @@ import math
 import shutil
 
 import pytest
-from conftest import bench
 from factories import edit, record
+from helpers import bench
 
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import tokenizer_differs

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 from children import in_this_process
-from conftest import bench, model_of
+from helpers import adopt, bench, model_of, tiny_model
 
 from kvbench.harness.core import plugins
-from kvbench.harness.engine.model import adopt
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import shape_of
 from kvbench.harness.run import child, reading_plan
 from kvbench.harness.run.estimate import estimates

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_blocks, model_of, tokens_of
 from every_policy import HEADS, LAYERS, evicting, instances
 from factories import CLOSE, needs_compiler
+from helpers import CachedDecoder, Dense, Window, in_blocks, model_of, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_views import kept, prompt_views
@@ -18,14 +18,11 @@ from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.budgets import Table, static_table
 from kvbench.harness.engine.decoder import CacheConfig, Evict
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.tasks.memory.meter_stream import _kv_bytes
 from kvbench.policies import Policy
-from kvbench.policies.dense import Dense
 from kvbench.policies.merges import positions_for
 from kvbench.policies.triattention import TriAttention
-from kvbench.policies.window import Window
 
 pytestmark = pytest.mark.fast
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
 from factories import BOTH, CLOSE, MODES, POLICIES, SETTINGS, chooser
+from helpers import DEVICE, FAMILIES, H2O, Dense, Random, SinkWindow, Window, adopt, in_blocks, model_of, nll, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import ListBackend, MaskBackend
@@ -17,16 +17,10 @@ from transformers import AutoModelForCausalLM
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
-from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.policies import CacheView, Policy, Statistic
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
 from kvbench.policies.recompute_sink_window import RecomputeSinkWindow
 from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 pytestmark = pytest.mark.fast
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
 from factories import MODES, Odd, needs_compiler
+from helpers import DEVICE, FAMILIES, H2O, CacheConfig, Dense, Random, SinkWindow, Window, in_blocks, model_of, nll, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.harness.engine import closed_form, fastcheck, walk
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.kernels import compiler, cpu_walk, flex
 from kvbench.harness.kernels.tracing import traced
 from kvbench.policies import AttentionSum, CacheView
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 pytestmark = pytest.mark.fast
 

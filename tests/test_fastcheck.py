@@ -8,15 +8,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, tokens_of
 from factories import needs_compiler
+from helpers import DEVICE, H2O, CacheConfig, CachedDecoder, Dense, Random, SinkWindow, Window, model_of, tiny_model, tokens_of
 
 from kvbench.harness.core import device
 from kvbench.harness.engine import fastcheck, trial
 from kvbench.harness.engine.closed_form import ClosedForm
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import _COMPILED, Model, adopt
 from kvbench.harness.engine.runs import RunReader
@@ -27,12 +25,6 @@ from kvbench.harness.kernels import cpu_walk, fused
 from kvbench.harness.kernels.captured import CapturedSteps
 from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.kernels.cpu import CpuStepKernel, CpuWalkKernel
-from kvbench.harness.models.families import tiny_model
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 
 def filled(config: CacheConfig, tokens: int, family: str = "llama", method=EAGER, seed: int = 0) -> CachedDecoder:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
+from helpers import FAMILIES, Dense, SinkWindow, adopt, bench_in, decoder, in_blocks, model_of, nll, tiny_model, tokens_of
 
 from kvbench.harness.core import contestants, plugins
 from kvbench.harness.core.codec import Codec
@@ -24,15 +24,10 @@ from kvbench.harness.core.source_digests import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder
 from kvbench.harness.engine.foreigncheck import own_loop
-from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
-from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.slot_stores import decoded, encoded
 from kvbench.harness.engine.stored import storage_bytes, tensors_in
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.records import RecordStore
-from kvbench.policies.dense import Dense
-from kvbench.policies.sink_window import SinkWindow
 
 HALF = '''"""A layer that keeps the newest tokens, and the first."""
 from transformers.cache_utils import DynamicLayer

@@ -7,20 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, tokens_of
+from helpers import DEVICE, EAGER, H2O, CacheConfig, Dense, RecomputeWindow, decoder, model_of, tiny_model, tokens_of
 
 from kvbench.harness.engine.attention import RotaryFunctions, contiguous, unchanged
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernel_interface import FusedStepError
-from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.kernels import fused
-from kvbench.harness.models.families import tiny_model
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.recompute_window import RecomputeWindow
 
 ROTATE_AT_ZERO = {"deepseek_v3", "gpt_oss"}  # the one permutes dims, the other scales (YaRN)
 COPIES = {"glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi3"}  # partial RoPE makes a layout of its own

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import in_blocks, model_of, nll, tokens_of
 from every_policy import evicting, instances
 from factories import default_policies
+from helpers import decoder, in_blocks, model_of, nll, tokens_of
 
 from kvbench.harness.core.plugins import is_ours, policy_class
 from kvbench.harness.engine.decoder import CacheConfig, Evict
-from kvbench.harness.engine.loop import decoder
 from kvbench.harness.records import NUMERICS_VERSION
 from kvbench.policies.merges import positions_for
 

@@ -11,25 +11,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEVICE, model_of
 from factories import needs_compiler, needs_triton
+from helpers import DEVICE, H2O, CacheConfig, Random, SinkWindow, SnapKV, model_of, tiny_model
 from test_fastcheck import Graph, OnCuda
 
 from kvbench.harness.engine import closed_form, comparison, fastcheck, shortcuts, trial
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.runs import RunReader
 from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, flex_blocks, rope
 from kvbench.harness.kernels.compiler import built_of
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies.expected_attention import ExpectedAttention
-from kvbench.policies.h2o import H2O
 from kvbench.policies.leverage import Leverage
-from kvbench.policies.random import Random
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
 
 DIFFERS = "its attention differs from the plain walk's"
 OTHERS = "% of the tokens it evicts are others than the plain walk's"

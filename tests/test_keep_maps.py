@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import bench, bench_in, in_blocks, model_of, nll, tokens_of
 from factories import record
+from helpers import H2O, CacheConfig, Dense, Random, SinkWindow, bench, bench_in, in_blocks, model_of, nll, tokens_of
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.records import read
@@ -23,11 +22,7 @@ from kvbench.harness.report.keep_map import Map, evictions, keep_map, read_map
 from kvbench.harness.run.keep_map_writer import KeepMapWriter, RecordingDecoder, write_replay
 from kvbench.harness.run.request import KeepSteps
 from kvbench.policies import Policy
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
 from kvbench.policies.replay import Replay
-from kvbench.policies.sink_window import SinkWindow
 
 TOKENS, CAPACITY = 200, 16
 

@@ -6,19 +6,12 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, nll, tokens_of
 from factories import Odd, needs_triton
+from helpers import DEVICE, H2O, CacheConfig, Dense, Model, Random, SinkWindow, adopt, model_of, nll, tiny_model, tokens_of
 
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, PLAIN_WALK
-from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.kernels import choose, cuda, cuda_attention
-from kvbench.harness.models.families import tiny_model
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.sink_window import SinkWindow
 
 pytestmark = pytest.mark.slow("Triton's interpreter")
 

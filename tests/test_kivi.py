@@ -6,23 +6,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import in_blocks, model_of, tokens_of
 from factories import check_streams_are_read_alone
+from helpers import H2O, CacheConfig, CachedDecoder, Dense, Random, SnapKV, in_blocks, model_of, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Held, WideLists
 from torch import Tensor
 
 from kvbench.harness.core.codec import Kivi
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kivi import KiviKeys, KiviValues
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, TOKEN_BY_TOKEN
 from kvbench.policies.adakv import AdaKV
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.snapkv import SnapKV
 
 SMALL = Kivi("kivi2", 4, residual=8)
 CODECS = [SMALL, Kivi("kivi4", 2, residual=2), Kivi("kivi4", 8, residual=24)]

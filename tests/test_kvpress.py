@@ -6,14 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import nll
+from helpers import CacheConfig, Model, adopt, decoder, nll, tiny_model
 
 from kvbench.harness.core.parameters import policy_from
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
-from kvbench.harness.engine.model import Model, adopt
-from kvbench.harness.models.families import tiny_model
 from kvbench.policies import CacheView
 
 pytest.importorskip("kvpress", reason="`make peers` installs it beside an older transformers")

@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import bench_in as bench
-from conftest import model_of
+from helpers import bench_in as bench
+from helpers import model_of
 
 from kvbench.harness.core import device
 from kvbench.harness.core.device import Marks

@@ -11,24 +11,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import in_blocks, tokens_of
 from every_policy import evicting, instances
+from helpers import H2O, CacheConfig, Dense, Model, RecomputeWindow, adopt, in_blocks, tiny_model, tokens_of
 from transformers import AutoModelForCausalLM
 
 from kvbench.harness.core.plugins import policy_class
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST
-from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.models import load
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.layers import device_map, dispatch
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies import Policy
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import positions_for
-from kvbench.policies.recompute_window import RecomputeWindow
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 DECIDED_BY_THE_PROMPT = ["adakv", "cake", "d2o", "fastgen", "simlayerkv"]

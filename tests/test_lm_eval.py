@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import bench
+from helpers import bench
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM

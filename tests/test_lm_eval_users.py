@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import bench
+from helpers import bench
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM

@@ -10,14 +10,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from conftest import bench
-from helpers import change_config, change_weights
+from helpers import bench, change_config, change_weights, tiny_model
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.config import read_config
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import load_model, load_tokenizer
 

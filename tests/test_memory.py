@@ -18,8 +18,8 @@ import children
 import psutil
 import pytest
 import torch
-from conftest import bench_in as bench
-from conftest import model_of, tokens_of
+from helpers import bench_in as bench
+from helpers import model_of, tokens_of
 
 from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.core.errors import UserError
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow("processes of bench")
 CODE = r"""
 import json, os, re, sys
 from pathlib import Path
-from conftest import model_of, tokens_of
+from helpers import model_of, tokens_of
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.core.plugins import policy_class

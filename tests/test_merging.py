@@ -12,24 +12,19 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import in_blocks, model_of, tokens_of
 from factories import CLOSE, MODES, chooser, uniform_number
+from helpers import H2O, CacheConfig, CachedDecoder, SinkWindow, SnapKV, in_blocks, model_of, tokens_of
 from reference import Held, ListBackend, oldest
 from torch import Tensor
 
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, RAN, TOKEN_BY_TOKEN
 from kvbench.policies.adakv import AdaKV
 from kvbench.policies.cake import Cake
 from kvbench.policies.cam import CaM
 from kvbench.policies.chunkkv import ChunkKV
 from kvbench.policies.d2o import D2O
-from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import Evicted, Merged, Merging
 from kvbench.policies.merging import ValueMerging
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.statistics import RecentAttention
 from kvbench.policies.view import CacheView
 

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import bench
+from helpers import bench
 
 import kvbench
 from kvbench.harness.core import plugins

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import DEVICE, model_of
+from helpers import DEVICE, model_of
 
 from kvbench.harness.engine import probes, walk
 from kvbench.harness.engine.model import UnsupportedModelError, adopt

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
 from factories import CLOSE, POLICIES, SETTINGS, chooser
+from helpers import DEVICE, FAMILIES, CacheConfig, CachedDecoder, Model, SinkWindow, decoder, in_blocks, model_of, tokens_of
 from reference import ListBackend
 from torch import Tensor
 
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
-from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.reset import ResetDecoder
 from kvbench.policies.reset import Reset
-from kvbench.policies.sink_window import SinkWindow
 
 
 def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, method: Method = EAGER):

@@ -9,9 +9,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from conftest import bench
 from factories import RECORDS, cell_record, changed, drawn, edit, record
 from fuzz_records import fuzz
+from helpers import bench
 
 from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core import plugins

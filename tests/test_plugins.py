@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import bench, bench_in
+from helpers import bench, bench_in
 
 from kvbench.harness.core import plugins, user_files
 from kvbench.harness.core.errors import UserError

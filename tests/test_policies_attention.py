@@ -10,19 +10,16 @@ import attention_rules as rules
 import pytest
 import torch
 from attention_rules import best, lists_of, walk_lists, walk_policy
-from conftest import model_of, tokens_of
+from helpers import H2O, Random, SnapKV, model_of, tokens_of
 from prompt_views import dense_pass, kept, prompt_views
 
 from kvbench.harness.run.head_table import retrieval_scores
 from kvbench.policies.chunkkv import ChunkKV
 from kvbench.policies.d2o import D2O
 from kvbench.policies.finch import Finch
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
 from kvbench.policies.rkv import RKV
 from kvbench.policies.roco import RoCo
 from kvbench.policies.scissorhands import Scissorhands
-from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.tova import Tova
 
 pytestmark = pytest.mark.fast

@@ -7,14 +7,13 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import model_of
+from helpers import H2O, model_of
 from plain_heads import Case, Head, Vector, best, dot, keeps, keeps_later, mean, norm, read, shuffled, softmax, transposed
 from prompt_views import dense_pass, kept, prompt_views
 
 from kvbench.policies import Attention, HeadSizes, Written
 from kvbench.policies.criticalkv import CriticalKV, OutputNorm
 from kvbench.policies.expected_attention import ExpectedAttention
-from kvbench.policies.h2o import H2O
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import Knorm
 from kvbench.policies.triattention import TriAttention

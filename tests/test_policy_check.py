@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import bench
 from factories import default_policies
+from helpers import bench
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError

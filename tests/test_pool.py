@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, tokens_of
 from factories import CLOSE, MODES, check_streams_are_read_alone, needs_compiler
+from helpers import DEVICE, H2O, CacheConfig, CachedDecoder, Random, SnapKV, adopt, model_of, tiny_model, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed_budgets import run
@@ -14,16 +14,9 @@ from test_budgets import DOUBLE, WORTH, AtPrompt, Pooled, SmallKeys, even, heads
 
 from kvbench.harness.engine import pool
 from kvbench.harness.engine import slots as slots_module
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, PLAIN_WALK, TOKEN_BY_TOKEN, Method
-from kvbench.harness.engine.model import adopt
-from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.adakv import AdaKV
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.snapkv import SnapKV
 
 LENGTH = 60
 BY_KERNEL = Method(step_kernel=True)

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import model_of, nll, tokens_of
+from helpers import H2O, CacheConfig, Dense, SinkWindow, SnapKV, Window, adopt, model_of, nll, tiny_model, tokens_of
 
 from kvbench.harness.engine.budgets import Layout
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, KERNELS, TOKEN_BY_TOKEN
-from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.models.families import tiny_model
 from kvbench.policies import KeyNorm, Policy
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import Knorm
 from kvbench.policies.lagkv import LagKV
 from kvbench.policies.leverage import Leverage
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.rkv import RKV
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
-from kvbench.policies.window import Window
 
 WAYS = {
     "token by token": (H2O(), 1, TOKEN_BY_TOKEN),

@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import model_of, nll, tokens_of
+from helpers import CacheConfig, Dense, SinkWindow, decoder, model_of, nll, tokens_of
 
 import kvbench
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.source_digests import source_digest
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreigncheck import own_loop
-from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
-from kvbench.policies.dense import Dense
-from kvbench.policies.sink_window import SinkWindow
 
 KVPRESS = find_spec("kvpress") is not None
 PROMPT, LATER = 64, 40

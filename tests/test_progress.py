@@ -6,8 +6,8 @@ import io
 import re
 
 import pytest
-from conftest import bench_in as bench
 from factories import cell_record, edit, record
+from helpers import bench_in as bench
 from rich.console import Console
 
 from kvbench.harness.cli.output import link

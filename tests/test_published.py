@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import bench
 from factories import RECORDS, edit, record, working_copy
+from helpers import bench
 from test_verify import of_questions, of_tokens
 
 from kvbench.harness.core.errors import Exit, UserError

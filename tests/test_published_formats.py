@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from conftest import bench
+from helpers import bench
 
 from kvbench.harness.data.lookups import key_line
 from kvbench.harness.data.prose import Prose

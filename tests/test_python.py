@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import bench
 from factories import RECORDS
+from helpers import H2O, bench
 from test_progress import measured
 
 from kvbench import CacheView, Policy, Records, compare, load_records, losses, run
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.report import feed
 from kvbench.harness.report.doubts import with_doubts
-from kvbench.policies.h2o import H2O
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"tasks": "perplexity", "tokens": 4096, "threads": 1, "device": "cpu"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import lm_eval
 import pytest
 import yaml
-from conftest import bench
+from helpers import bench
 
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue

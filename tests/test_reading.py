@@ -7,21 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import DEVICE, model_of
 from factories import MODES, POLICIES, chooser
+from helpers import DEVICE, H2O, CacheConfig, Dense, Random, RecomputeWindow, SinkWindow, adopt, model_of, tiny_model
 from reference import ListBackend, MaskBackend
 
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
-from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.sampling import Sampler
 from kvbench.harness.lm_eval.reading import RequestReader
-from kvbench.harness.models.families import tiny_model
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.sink_window import SinkWindow
 
 CAPACITY = 9
 

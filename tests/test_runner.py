@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from children import in_this_process
-from conftest import bench
+from helpers import bench
 
 from kvbench.harness.core.errors import UserError, failure, ran_out_of_memory
 from kvbench.harness.kernels import captured

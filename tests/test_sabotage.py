@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import model_of, tokens_of
+from helpers import H2O, CacheConfig, CachedDecoder, SinkWindow, model_of, tokens_of
 from reference import ListBackend, after_sinks, lightest
 
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.rotary import Placement
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slot_tensors import SlotTensors
 from kvbench.policies import AttentionSum
-from kvbench.policies.h2o import H2O
-from kvbench.policies.sink_window import SinkWindow
 
 pytestmark = pytest.mark.fast
 

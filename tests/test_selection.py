@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import in_blocks, model_of, tokens_of
 from factories import CLOSE, edit, record, uniform_number
+from helpers import CacheConfig, Dense, in_blocks, model_of, tokens_of
 from pydantic import ValidationError
 from reference import ListBackend, oldest
 from torch import Tensor
 
 from kvbench.harness.core.codec import BITS
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, read_bytes
 from kvbench.harness.engine.method import EAGER, PLAIN_WALK, TOKEN_BY_TOKEN
@@ -23,7 +22,6 @@ from kvbench.harness.suite import load
 from kvbench.harness.suite.entries import entry_schema
 from kvbench.policies import Queries, Selecting
 from kvbench.policies.bigbird import BigBird
-from kvbench.policies.dense import Dense
 from kvbench.policies.longformer_dilated import LongformerDilated
 from kvbench.policies.quest import Quest
 from kvbench.policies.sparse_strided import SparseStrided

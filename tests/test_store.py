@@ -6,29 +6,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import in_blocks, model_of, tokens_of
 from factories import MODES, check_streams_are_read_alone, chooser
+from helpers import H2O, CacheConfig, CachedDecoder, Dense, Random, SinkWindow, SnapKV, Window, in_blocks, model_of, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Held, WideLists
 from torch import Tensor
 
 from kvbench.harness.core.codec import BITS, Codec
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.engine.slot_stores import decoded, encoded
 from kvbench.policies import Policy
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import Knorm
-from kvbench.policies.random import Random
 from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
-from kvbench.policies.window import Window
 
 pytestmark = pytest.mark.fast
 

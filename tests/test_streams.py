@@ -5,24 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import model_of
 from factories import chooser, edit, record
+from helpers import EAGER, H2O, CacheConfig, Dense, RecomputeWindow, SinkWindow, model_of
 from reference import ListBackend
 from test_suite import GOOD, load
 
 from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine import loop
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records.aggregates import scored_mask
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.run.request import KeepSteps, RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 from kvbench.harness.tasks.task import Job
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.sink_window import SinkWindow
 
 
 def text_of(length: int, prefix: int) -> TokenStream:

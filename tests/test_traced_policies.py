@@ -8,18 +8,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, nll
 from factories import MODES, needs_compiler, needs_triton, slots_for
+from helpers import DEVICE, H2O, CacheConfig, CachedDecoder, Model, Random, SinkWindow, adopt, model_of, nll, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from traced_policies import PLAIN, WRITTEN
 
 from kvbench.harness.engine.attention import Terms
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
-from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.plan import Block
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import LayerShape, Slots
@@ -27,11 +24,7 @@ from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import choose, cpu, cuda
 from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.tracing import traced
-from kvbench.harness.models.families import tiny_model
 from kvbench.policies import AttentionSum, Policy, Statistic
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.sink_window import SinkWindow
 
 LIMIT = 9  # tokens; the largest distance of mode `clamped`
 POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1)]

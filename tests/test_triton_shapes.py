@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE
 from factories import Odd, needs_triton, slots_for
+from helpers import DEVICE, H2O, CacheConfig, Dense, Random, SinkWindow
 from torch import Tensor
 
 from kvbench.harness.engine import rotary
 from kvbench.harness.engine.attention import Terms
-from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.plan import Block, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation
@@ -31,10 +30,6 @@ from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import choose, cuda, cuda_attention
 from kvbench.policies import Policy
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.sink_window import SinkWindow
 
 pytestmark = [needs_triton, pytest.mark.slow("Triton's interpreter")]
 

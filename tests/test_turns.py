@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import bench_in
 from factories import cell_record
+from helpers import H2O, CacheConfig, Random, RecomputeWindow, Window, bench_in, decoder, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_answering import job_of
@@ -23,18 +23,11 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import lookups, scbench
 from kvbench.harness.data.quiz import QuizData, Script, quiz_data
 from kvbench.harness.data.register_machine import WORDS
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import decoder
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.tasks.turns import Turns, TurnsOptions, conversation
 from kvbench.lab.pretrain.tokenizer import of_words, wrapped
-from kvbench.policies.h2o import H2O
-from kvbench.policies.random import Random
-from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.window import Window
 
 SHORT = {"data": "words", "turns": 4, "streams": 2, "system": 2, "facts": 6, "filler": 1}
 CONFIGS = {

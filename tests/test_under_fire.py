@@ -12,9 +12,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import bench, bench_in, bench_process
 from factories import record
 from fire import APART, MUST_NOT_BE, SUITE, fire
+from helpers import bench, bench_in, bench_process
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import OWNER_SUFFIX

@@ -13,8 +13,8 @@ import os
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import bench
 from factories import cell_record, changed, edit, record
+from helpers import bench
 
 from kvbench.harness.records import Problem, RecordStore, read
 from kvbench.harness.records import record as records_module

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import in_blocks, model_of, tokens_of
 from every_policy import instances
 from factories import CLOSE, MODES, check_streams_are_read_alone
+from helpers import H2O, CacheConfig, CachedDecoder, Random, SinkWindow, SnapKV, in_blocks, model_of, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed_budgets import run
@@ -14,15 +14,9 @@ from test_budgets import DOUBLE, WORTH, check, even, heads_of
 
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.evict import Pages
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
-from kvbench.policies.h2o import H2O
 from kvbench.policies.knorm import Knorm
-from kvbench.policies.random import Random
 from kvbench.policies.rkv import RKV
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
 
 LENGTH = 44
 HEADS_DIFFER = ["adakv", "duo_attention", "headkv", "pyramidkv"]  # how much they hold, even without a prompt

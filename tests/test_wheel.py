@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import bench_in
+from helpers import bench_in
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("hatchling", reason="hatchling builds the wheel")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import bench
 from factories import edit
+from helpers import bench
 from test_progress import answered, measured
 
 from kvbench.harness.core.errors import UserError

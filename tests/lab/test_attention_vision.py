@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import bench_in
+from helpers import bench_in
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 from watched import Whole

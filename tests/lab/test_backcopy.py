@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, tokens_of
+from helpers import DEVICE, tokens_of
 
 from kvbench.harness.core.errors import RefusedModelError
 from kvbench.harness.data import backcopy

@@ -8,28 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import bench_in
-from helpers import change_config, change_weights
+from helpers import H2O, CacheConfig, SinkWindow, adopt, bench_in, change_config, change_weights, tiny_model
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast, PreTrainedModel
 from watched import IDS, TOKENS, Whole, eager_weights
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import watch as watching
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.watch import check, watch
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model
 from kvbench.harness.records.aggregates import buckets
 from kvbench.lab.attention.figures import top_channels
 from kvbench.lab.attention.measure import load_watched
 from kvbench.lab.attention.notes import Lost, Notes
 from kvbench.lab.attention.recorder import read_recorded
-from kvbench.policies.h2o import H2O
 from kvbench.policies.knorm import Knorm
-from kvbench.policies.sink_window import SinkWindow
 
 
 @pytest.fixture(autouse=True)

@@ -10,18 +10,15 @@ import shutil
 
 import pytest
 import torch
-from conftest import DEVICE, bench_in, tokens_of
+from helpers import DEVICE, CacheConfig, Dense, bench_in, decoder, tiny_model, tokens_of
 from transformers import AttentionInterface
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import opening
 from kvbench.harness.engine import attention
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import ZERO_SINK
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.records import RecordStore
@@ -30,7 +27,6 @@ from kvbench.lab.pretrain import train
 from kvbench.lab.pretrain.config import PretrainConfig, load
 from kvbench.lab.pretrain.held_out import attention_to_first
 from kvbench.lab.pretrain.train import new_model, pretrain
-from kvbench.policies.dense import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
 STEPS = 12

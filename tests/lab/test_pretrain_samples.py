@@ -8,11 +8,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import tokens_of
+from helpers import tiny_model, tokens_of
 
 from kvbench.harness.data import lookups
 from kvbench.harness.data.lookups import register_answer, register_line, register_question
-from kvbench.harness.models.families import tiny_model
 from kvbench.lab.pretrain import text, tokenizer
 from kvbench.lab.pretrain.config import Mix, PretrainConfig
 from kvbench.lab.pretrain.held_out import right_answers

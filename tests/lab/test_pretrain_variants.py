@@ -10,11 +10,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from conftest import DEVICE, tokens_of
+from helpers import DEVICE, adopt, tokens_of
 from torch import Tensor, nn
 
 from kvbench.harness.core.errors import RefusedModelError
-from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check

@@ -9,26 +9,20 @@ from math import inf
 
 import pytest
 import torch
-from conftest import bench_in, in_blocks, tokens_of
 from factories import MODES, POLICIES, chooser
+from helpers import H2O, CacheConfig, CachedDecoder, Dense, Window, bench_in, in_blocks, tiny_model, tokens_of
 from reference import Chooser, Held
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from kvbench.harness.core import plugins
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
-from kvbench.harness.models.families import tiny_model
 from kvbench.lab.pretrain.config import PretrainConfig, load
 from kvbench.lab.pretrain.train import pretrain
 from kvbench.lab.shared_kv.decoder import PlainDecoder, Setting
 from kvbench.lab.shared_kv.model import LCKVConfig, LCKVForCausalLM
-from kvbench.policies.dense import Dense
-from kvbench.policies.h2o import H2O
-from kvbench.policies.window import Window
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA = {
