@@ -7,8 +7,6 @@ are those of the dense pass.
 Axis letters: B streams, H KV heads, G query heads of a KV head, N tokens of the stream, S slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, inf, sqrt

@@ -1,7 +1,5 @@
 """Substitutes for `child.measure`, and for `run_child` in child processes, which find the functions by name."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -6,8 +6,6 @@ Arguments are specialised as Triton's launcher would: on 1, and on multiples of 
 memory, or if a warp can overtake another one between loading and storing the same place. --only: parts of titles.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Fixtures that tests share. Their helpers are in `helpers.py`, which imports PyTorch."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """Instances of every policy that evicts, for tests that apply to all policies."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

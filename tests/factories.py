@@ -1,7 +1,5 @@
 """Records, policies and requirements that several test modules share; and published records to read or to change."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil

@@ -4,8 +4,6 @@ A run is a child forked from a process that has loaded everything. So a hundred 
 records are written, not while libraries are imported.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -5,8 +5,6 @@ nested, huge, with markup; hashes recomputed, so that they don't reveal the muta
 folders, pipes, circular links. A failure is a crash (exit code 70).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import glob

@@ -9,8 +9,6 @@ already are skipped, so it can be done in pieces. It needs an idle machine. On a
 `--elsewhere`, regressions that only times, bytes of a peak or the choice of a method show are left out, and any red will do.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

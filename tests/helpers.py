@@ -3,8 +3,6 @@
 Importing this sets PyTorch up. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

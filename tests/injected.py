@@ -3,8 +3,6 @@
 Injections that change records, traces or baselines after they were measured are in tests/tampered.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

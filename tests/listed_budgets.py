@@ -1,7 +1,5 @@
 """The reference for budgets, cadence and prompts: every head's tokens are a plain list, and evicting deletes from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf

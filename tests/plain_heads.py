@@ -3,8 +3,6 @@
 Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, N tokens of the prompt.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from copy import copy

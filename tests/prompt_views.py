@@ -5,8 +5,6 @@ It shares with the engine the hook into the model and the tables of RoPE, and no
 Axis letters: B streams, H KV heads, G query heads of a KV head, N tokens of the prompt, D key dim.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

@@ -3,8 +3,6 @@
 Every token of a head is a tuple in a list; evicting removes it; keys are rotated by the family's own functions.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

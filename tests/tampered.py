@@ -1,7 +1,5 @@
 """Records, traces and baselines that are changed after measuring, and the gate's check that must notice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

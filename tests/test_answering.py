@@ -1,7 +1,5 @@
 """Questions in a stream: the questions, which policies can answer them, and the scores."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

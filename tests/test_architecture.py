@@ -1,7 +1,5 @@
 """Imports run one way, and quick commands start quickly."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The attention task of the harness: what is shown is what the model computes, and figures are those of their definitions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

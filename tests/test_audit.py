@@ -1,7 +1,5 @@
 """`bench audit` finds what is wrong with a cache, and nothing in caches that are right."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy

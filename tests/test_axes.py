@@ -1,7 +1,5 @@
 """Times of eviction, policies inside policies, and budgets: valid notations in suites, and messages for mistakes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Baselines: a new one replaces only an old one, and changes to a baseline are noticed when it is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The command, as its user meets it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Budgets, cadence and prompts against plain lists: the same kept positions at every step, and the same logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf

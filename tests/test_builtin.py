@@ -1,7 +1,5 @@
 """The built-in models are small, checked, described, and the same everywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

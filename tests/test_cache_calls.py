@@ -1,7 +1,5 @@
 """Calls that carry a `kvbench.Cache`: beside others of the same model, one after the other, and with any keyword."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """CUDA graphs of decode steps and of chunks of a walk, on a CPU: stand-ins take the place of graphs and of streams."""
 
-from __future__ import annotations
-
 from unittest.mock import MagicMock
 
 import pytest

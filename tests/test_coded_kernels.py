@@ -1,7 +1,5 @@
 """The C kernel that reads codes against the plain reading, and the check that stands before it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

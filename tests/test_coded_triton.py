@@ -1,7 +1,5 @@
 """The Triton kernel that reads codes, in Triton's interpreter, against the plain reading."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from factories import needs_triton

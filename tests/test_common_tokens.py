@@ -1,7 +1,5 @@
 """Perplexities, ranks, losses and sentences of a table are over the same tokens, and a strided reference thins none of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

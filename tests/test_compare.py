@@ -1,7 +1,5 @@
 """Comparisons are paired where possible, say so where not, and give no verdict without an interval."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """Compiled code of the Triton kernels: no race between warps, no spilled registers, few instructions."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

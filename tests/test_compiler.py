@@ -1,7 +1,5 @@
 """A built library is loaded only if it is intact and ours. Otherwise it is rebuilt, or else the plain walk says why."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -3,8 +3,6 @@
 The latter is FlexAttention, the merge with sinks, and PyTorch's attention.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from factories import needs_triton

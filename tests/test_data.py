@@ -1,7 +1,5 @@
 """Text as tokens: every byte accounted for, wherever it comes from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The check of shortcuts on a deep model with massive activations, whose logits depend chaotically on rounding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The divergence task computes the KL divergence of its definition, and its figures follow from the trace."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model that can't be the one that is meant is flagged on all of its rows."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The size of a cell's cache is known before the run, by one rule for every task, and free memory decides what fits."""
 
-from __future__ import annotations
-
 import pytest
 from children import in_this_process
 from helpers import adopt, bench, model_of, tiny_model

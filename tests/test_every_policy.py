@@ -1,7 +1,5 @@
 """Properties of every policy that ships, in the real engine, with eviction after a prompt, at every step, every five."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

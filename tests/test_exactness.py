@@ -1,7 +1,5 @@
 """The equalities that the engine guarantees, on tiny random models, in float32 unless stated otherwise."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Workers here are objects, and everything is pickled.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The closed form and the compiled walk give the numbers of the plain walk, alone and mixed with single steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from factories import MODES, Odd, needs_compiler

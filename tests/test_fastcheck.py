@@ -1,7 +1,5 @@
 """Choosing the fastest way of reading that agrees with the plain walk, and filling caches for it with random K and V."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The feed: one question has one text, its sentences say what its rows say, and it is what its schema says."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

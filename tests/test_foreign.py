@@ -3,8 +3,6 @@
 Transformers' quantized cache is one: what it stores, how many bytes it takes, and what happens where quanto is missing.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Few kernels in a decode step: RoPE left out where it is the identity, and the step compiled. Logits stay what they are."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The gate: an unchanged run is green, and every regression is red for its own reason (in full: tests/gate_experiment.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import injected

@@ -1,7 +1,5 @@
 """The GitHub action installs from its own path, and its exit code is that of the check, even if the summary fails."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

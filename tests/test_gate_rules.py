@@ -1,7 +1,5 @@
 """The gate has a rule for every figure of every record."""
 
-from __future__ import annotations
-
 import typing
 
 import pytest

@@ -1,7 +1,5 @@
 """`model.generate` with a `kvbench.Cache`: what it writes is what our own loop writes, and the model stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import subprocess

@@ -1,7 +1,5 @@
 """Models in GGUF files: converted once, measured as the same weights in safetensors are, refused in one line otherwise."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path

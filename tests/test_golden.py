@@ -1,7 +1,5 @@
 """Golden numbers. Change them only together with NUMERICS_VERSION; `python tests/test_golden.py` adds those that are missing."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

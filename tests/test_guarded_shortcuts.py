@@ -4,8 +4,6 @@ Shortcuts of CUDA run here too: their device gates are opened for the device of 
 kernels are interpreted, and stand-ins take the place of CUDA graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Intervals: the textbook's if blocks are independent, good coverage if not, and none if a text is too short."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 A row goes through the code that measures and through the code that verifies a record from its trace.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Keep maps say what is kept, are drawn as they are, and replay to the same numbers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The Triton kernels and captured steps, on a CPU: with Triton's interpreter and a stand-in for CUDA graphs."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """KIVI's codec against its authors' rule, written with lists: on given tensors, in a dense cache, and after a cut prompt."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Our policies beside kvpress' own presses, run as contestants in one loop (`make peers`, which installs kvpress)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

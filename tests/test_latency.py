@@ -1,7 +1,5 @@
 """Latency and memory as they are counted: what is timed, when it counts as known, and figures of a known clock and allocator."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ them, has the same numbers; and with `meta` as the second device, whose tensors 
 where the layer is.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

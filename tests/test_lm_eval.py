@@ -1,7 +1,5 @@
 """lm-eval's requests under a policy: dense equals lm-eval's own `hf`, both commands agree, and records work everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Use of lm-eval by users: answers kept in a file, mistakes that lm-eval reports, stop strings, whole texts."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Models' files: where they come from, with a fake hub, and those that are damaged, incomplete or contradictory are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Suites of long prompts, LongBench and RULER, run to records and a page on small data in the published formats."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

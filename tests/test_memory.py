@@ -1,7 +1,5 @@
 """A bounded policy's memory does not grow with the stream, and the memory task reports what is allocated."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

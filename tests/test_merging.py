@@ -1,7 +1,5 @@
 """Merging: every rule against plain lists, and what every rule must leave as it is."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -8,8 +8,6 @@ covered); PyTorch's fused attention for CPUs, which CUDA never takes; waits insi
 (test_exactness.py checks those on a GPU).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

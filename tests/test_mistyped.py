@@ -3,8 +3,6 @@
 Errors: which line of the user's code they come from, the exit codes of `bench`, and what `bench doctor` reports.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

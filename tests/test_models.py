@@ -1,7 +1,5 @@
 """The self-check: which families pass, and that it refuses models that would run wrongly."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs on Ray: the same numbers, workers that die, and nothing left behind. One Ray serves most of this module."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Eviction once after a prompt, compared with lists that are cut once; and resets, which evict a full cache as a whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from factories import CLOSE, POLICIES, SETTINGS, chooser

@@ -1,7 +1,5 @@
 """Pages replace only our own, and leave out a record that breaks them. Charts are the same for the same records."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A task of a file, that of CONTRIBUTING.md, is run, verified, shown, compared and held by the gate.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

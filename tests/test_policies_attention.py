@@ -1,7 +1,5 @@
 """Policies that score by attention, and the probe for retrieval heads, against plain rules over a model's dense attention."""
 
-from __future__ import annotations
-
 import copy
 import re
 from functools import cache

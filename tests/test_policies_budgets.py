@@ -1,7 +1,5 @@
 """Policies whose point is the budget of every layer and head, held to plain references on Python lists."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from functools import cache

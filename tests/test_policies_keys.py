@@ -1,7 +1,5 @@
 """Policies that score keys and values: what they keep equals plain references, after a prompt and while decoding."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

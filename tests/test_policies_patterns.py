@@ -1,7 +1,5 @@
 """Static patterns, held token by token to plain references on Python lists."""
 
-from __future__ import annotations
-
 from math import ceil
 
 import pytest

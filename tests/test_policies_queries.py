@@ -1,7 +1,5 @@
 """Policies that score by the queries seen or by projected values: what they keep equals plain references."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

@@ -1,7 +1,5 @@
 """`bench policy check` finds the faults of a policy, and none in ours."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

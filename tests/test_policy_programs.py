@@ -1,7 +1,5 @@
 """Policies that compare slots or heads, whatever they compute: the compiled walk gives what the plain walk gives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,8 +1,6 @@
 """Heads that hold different numbers of tokens have their K and V in a pool: the tokens and logits of plain lists, and no more
 memory than they hold, but a page a head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from factories import CLOSE, MODES, check_streams_are_read_alone, needs_compiler

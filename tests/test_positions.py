@@ -1,7 +1,5 @@
 """Positions: keys that slots hold rotated have the numbers of unrotated ones; and models that learned their positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import H2O, CacheConfig, Dense, SinkWindow, SnapKV, Window, adopt, model_of, nll, tiny_model, tokens_of

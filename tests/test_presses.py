@@ -1,7 +1,5 @@
 """kvpress' presses as contestants. A press of its form stands for kvpress itself (tests/test_kvpress.py)."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from importlib import invalidate_caches

@@ -1,7 +1,5 @@
 """Display of a run, live and in plain lines, the places of its records and pages, and the summary at its end."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """Published records are those of the working folder, to the byte; what is damaged is named in one line; and their review."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.util
 import io

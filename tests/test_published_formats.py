@@ -3,8 +3,6 @@
 `datasets` reads `allenai/ai2_arc` from a folder of that name where there is one, so nothing of the reading is replaced.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The Python interface, frames for papers, and the commands of README and documentation."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Questions in prompts: where they begin; and those of kvbench_recall and kvbench_facts: answers follow from their texts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks and intervals of right answers: equal policies are told apart in at most 5 % of tables; a stream is one unit."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

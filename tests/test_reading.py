@@ -1,7 +1,5 @@
 """Requests through the decode loop, compared with lists, with dense and with other batches. Without lm-eval."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

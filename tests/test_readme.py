@@ -1,7 +1,5 @@
 """Readers of the README and of docs/ get whole paragraphs, links that lead somewhere, and commands that parse."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records and files are written completely or not at all, never lost, and never trusted blindly."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

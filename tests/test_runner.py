@@ -1,7 +1,5 @@
 """A run's account of itself: its time, and the errors of failed cells."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Broken on purpose: each sabotage of the engine must be noticed by the comparison with the list-based reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import H2O, CacheConfig, CachedDecoder, SinkWindow, model_of, tokens_of

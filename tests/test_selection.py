@@ -1,7 +1,5 @@
 """Policies that select: what each query reads, by gathering, under masks and by plain lists."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

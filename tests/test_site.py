@@ -1,7 +1,5 @@
 """The page in a browser: it answers, opens, searches and links; it is accessible, and never treats a record as markup."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

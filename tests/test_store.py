@@ -1,7 +1,5 @@
 """Coded K and V: packing against the published formula, and a cache of them against plain lists."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams of a text that are read together, all or some at once: each gives the same results as alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Suites: their meaning, and the messages for mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables: ranks, one machine in a row, failures in a word; and published figures beside ours."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from factories import cell_record, changed, edit, record

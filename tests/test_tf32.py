@@ -1,7 +1,5 @@
 """TF32, which GPU images may allow by environment, is turned off for a run, and records say so."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

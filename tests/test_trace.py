@@ -1,7 +1,5 @@
 """Programs and their traces; answers that a model writes itself, judged word by word; and what a policy's cache does to them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Policies of scope `slot`, whatever their statistics: the compiled walk and the step kernels give what the plain walk gives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType

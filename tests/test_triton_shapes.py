@@ -6,8 +6,6 @@ In float32 the results are the plain ones. In 16 bits two ways of computing roun
 code in float64, and the kernels' error may be no more than twice the plain one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from math import ceil

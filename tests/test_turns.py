@@ -1,7 +1,5 @@
 """Conversations: what is asked and right, what stays of a turn, and SCBench's data."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

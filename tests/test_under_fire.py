@@ -1,7 +1,5 @@
 """Kills, races, locks, full disks, a wrong clock: a clear message, and nothing finished is lost."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import os

@@ -1,7 +1,5 @@
 """Perplexity that is read until its interval is narrow stops where a plain computation says, and says no more than it knows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

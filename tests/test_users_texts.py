@@ -1,7 +1,5 @@
 """Texts as users bring them: empty ones, other encodings, names of files, tokenizers of other families; and generated prose."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """Records agree with their traces, and an export is complete."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """Victims in pages: what goes, against plain lists; pages of one token are none; and what can't be had in pages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_policy import instances

@@ -1,7 +1,5 @@
 """Files of an installation, and the engine without the package of kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

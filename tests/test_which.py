@@ -1,7 +1,5 @@
 """`bench which`: its choice of cells to measure, its stopping, and its answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Policies of scope `slot` that use everything the compiled walk can trace."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """A watcher that keeps everything, and the attention weights of a model's own code."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

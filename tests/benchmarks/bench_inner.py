@@ -5,8 +5,6 @@
 Random weights of a small published shape, one thread, full caches. Compare only numbers of one run on one machine.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

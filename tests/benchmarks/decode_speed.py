@@ -7,8 +7,6 @@ of a matrix and a vector; the row "products" is the time of the model's own line
     python tests/benchmarks/decode_speed.py [--shape 5m|100m] [--model smollm2] [--capacity N] [--threads N]
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -5,8 +5,6 @@ every step, as the StreamingLLM release does; and an H2O with eager attention, a
 are the stream's (the cheaper choice: nothing is rotated again).
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

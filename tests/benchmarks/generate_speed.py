@@ -5,8 +5,6 @@ Both generate in turn, in one process, a piece at a time. Ratios of medians hold
     python tests/benchmarks/generate_speed.py [--policy sink_window] [--capacity 256] [--tokens 20000]
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

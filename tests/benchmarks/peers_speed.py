@@ -5,8 +5,6 @@
 The model has random weights and a built-in model's tokenizer, so that no answer ends before its time.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import statistics

@@ -9,8 +9,6 @@ medians over the same pieces (to H2O, and to the fastest of the model's own forw
 milliseconds per token in attention and the policy's code. Their bound is the time to read `capacity + 1` slots once from memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The stages of `make gpu`: what would be missed most comes first."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from typing import NamedTuple

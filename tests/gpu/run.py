@@ -19,8 +19,6 @@ and a text are given. Missing packages are taken from `.whl/` if they are there 
 `leaderboard/records`: `make gpu-tree` writes an archive of the checkout without these.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

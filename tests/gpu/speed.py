@@ -7,8 +7,6 @@ a line of JSON per row as soon as it is measured: tokens per second, and the bou
 device.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """The attention task on vision transformers: weights, outliers among patches, and images as a user gives them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bigram-Backcopy: its text is what it says, and the models that read it are trained, loaded and driven like any others."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Comparison of many policies with one control."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbench.lab.studies.controls import holm

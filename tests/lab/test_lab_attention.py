@@ -1,7 +1,5 @@
 """The lab's attention task: keys, values and hidden states, sinks at other tokens, policies, and encoders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Training is the same without the models that are kept on the way, and figures of those models become curves over steps.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

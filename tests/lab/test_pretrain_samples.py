@@ -1,7 +1,5 @@
 """Training samples: answers follow from the text before them, and a sample depends only on the seed and its number."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """Recipes that differ from `vanilla` in one thing: each computes what its paper says, trains, and is loaded as it was trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

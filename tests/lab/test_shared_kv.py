@@ -1,7 +1,5 @@
 """Layers that read the K and V of another layer: the engine refuses them, and a plain decoder reads them, under any policy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from functools import cache

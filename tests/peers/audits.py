@@ -1,7 +1,5 @@
 """Audit kvpress' presses, transformers' caches and some policies of ours, and print a line of JSON for each (`make peers`)."""
 
-from __future__ import annotations
-
 import json
 import logging
 from importlib.metadata import version
