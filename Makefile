@@ -79,7 +79,7 @@ peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same 
 
 # Tests of code for CUDA that need no GPU. Triton's interpreter makes numbers of arrays, of which NumPy warns,
 # and takes most of a minute for a policy, so one stands for all.
-IMAGE_TESTS = kernels_for_cuda fused_step compiled_kernels cuda_blocks captured tf32 fastcheck \
+IMAGE_TESTS = traced_policies fused_step compiled_kernels cuda_blocks captured tf32 fastcheck \
 	guarded_shortcuts
 image: .cache/image/ready  ## what needs no GPU, under a GPU image's torch, Triton and transformers: 5 GB once, then ten minutes
 	PYTHONPATH=. OMP_NUM_THREADS=1 .cache/image/bin/python -m pytest -n auto -W 'ignore:Conversion of an array:DeprecationWarning' \

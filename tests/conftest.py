@@ -64,6 +64,35 @@ def triton() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
+@pytest.fixture
+def bfloat16_as_on_a_gpu(triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter holds bfloat16 as integers: it multiplies these, and cuts float32 off where a GPU rounds."""
+    import numpy as np
+    import torch
+    from helpers import DEVICE
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    if DEVICE.type != "cpu":
+        return
+    convert = InterpreterBuilder.cast_impl
+
+    def cast(self, x, to):
+        if x.dtype.scalar == float32 and to.scalar == bfloat16:
+            rounded = torch.tensor(x.data).bfloat16().view(torch.int16).numpy()
+            return TensorHandle(rounded.view(np.uint16), bfloat16)
+        return convert(self, x, to)
+
+    def wide(x):
+        return (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == bfloat16 else x.data.astype(np.float32)
+
+    def dot(self, a, b, c, *how):
+        return TensorHandle(np.matmul(wide(a), wide(b)) + c.data, c.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a byte-level tokenizer, as a folder a user could name."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from factories import needs_triton
 from helpers import DEVICE, H2O, CacheConfig, CachedDecoder, Dense, SinkWindow, adopt, model_of, nll, tiny_model, tokens_of
+from test_fastcheck import Graph
 
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, RAN
 from kvbench.harness.kernels import captured, choose, cuda
@@ -21,19 +22,6 @@ def unharmed(monkeypatch):
     monkeypatch.setattr(PROCESS, "failed", "")
 
 
-class Recorded:
-    """Stands in for a CUDA graph: replays the step and nothing else that the host would do."""
-
-    made = 0
-
-    def __init__(self, step, tokens):
-        type(self).made += 1
-        self.step = step
-
-    def __call__(self, tokens):
-        return self.step(tokens)
-
-
 def decoders(config: CacheConfig, graphs: CapturedSteps) -> tuple[CachedDecoder, CachedDecoder]:
     """A plain decoder, and one whose steps are captured."""
     plain, read = CachedDecoder(model_of("llama"), config), CachedDecoder(model_of("llama"), config)
@@ -47,8 +35,8 @@ def decoders(config: CacheConfig, graphs: CapturedSteps) -> tuple[CachedDecoder,
 )
 def test_captured_steps_follow_the_host(config, monkeypatch):
     """Covers filling, eviction, blocks between steps, and growth: one capture per state, the same logits."""
-    monkeypatch.setattr(Recorded, "made", 0)
-    plain, read = decoders(config, CapturedSteps(Recorded, after=1))
+    monkeypatch.setattr(Graph, "of_compiled_code", [])
+    plain, read = decoders(config, CapturedSteps(Graph, after=1))
     tokens = tokens_of(600)
     sizes = [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8
     at = 0
@@ -58,7 +46,7 @@ def test_captured_steps_follow_the_host(config, monkeypatch):
         at += size
     assert read.kept() == plain.kept()
     # Each state runs eagerly once: filling and full, or the first 256 slots and the next, grown.
-    assert Recorded.made == 2
+    assert len(Graph.of_compiled_code) == 2
     assert read.graphs.replayed == sizes.count(1) - 2
     fork = read.fork([0])
     assert fork.graphs is not read.graphs
@@ -70,16 +58,16 @@ def test_captured_steps_follow_the_host(config, monkeypatch):
 @pytest.mark.parametrize("every", [2, 256])
 def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):
     """A thousand steps meet every phase twice, a second thousand captures none, and the phases are few."""
-    monkeypatch.setattr(Recorded, "made", 0)
-    _, read = decoders(CacheConfig(SinkWindow(2), 9, evict=every), CapturedSteps(Recorded))
+    monkeypatch.setattr(Graph, "of_compiled_code", [])
+    _, read = decoders(CacheConfig(SinkWindow(2), 9, evict=every), CapturedSteps(Graph))
     tokens = tokens_of(2000).split(1, 1)
     for token in tokens[:1000]:
         read(token)
-    captured_at_first, replayed = Recorded.made, read.graphs.replayed
+    captured_at_first, replayed = len(Graph.of_compiled_code), read.graphs.replayed
     assert 2 <= captured_at_first <= 4
     for token in tokens[1000:]:
         read(token)
-    assert (Recorded.made, read.graphs.replayed) == (captured_at_first, replayed + 1000)
+    assert (len(Graph.of_compiled_code), read.graphs.replayed) == (captured_at_first, replayed + 1000)
 
 
 @on_cpu
@@ -114,9 +102,9 @@ def test_after_a_failed_capture_the_process_captures_no_more():
         raise RuntimeError("out of memory")
 
     config = CacheConfig(H2O(), 6)
-    plain, early = decoders(config, CapturedSteps(Recorded, after=1))
+    plain, early = decoders(config, CapturedSteps(Graph, after=1))
     _, fails = decoders(config, CapturedSteps(refuse, after=1))
-    _, late = decoders(config, CapturedSteps(Recorded, after=1))
+    _, late = decoders(config, CapturedSteps(Graph, after=1))
     tokens = tokens_of(20).split(1, 1)
     for read in (plain, early, fails):
         read(torch.cat(tokens[:8], 1))

@@ -11,36 +11,16 @@ from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.method import PLAIN_WALK
 from kvbench.harness.kernels import choose, cuda, cuda_attention
 
-pytestmark = [pytest.mark.slow("Triton's interpreter and compiler"), needs_triton]
+pytestmark = [
+    pytest.mark.slow("Triton's interpreter and compiler"),
+    needs_triton,
+    pytest.mark.usefixtures("bfloat16_as_on_a_gpu"),
+]
 
 
 @pytest.fixture(autouse=True)
 def in_triton(monkeypatch):
     monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
-
-
-@pytest.fixture(autouse=True)
-def numbers_of_bfloat16(monkeypatch):
-    """Triton's interpreter cuts float32 off to bfloat16, and multiplies that as integers. Here it does what a GPU does."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    cast, multiply = builder.cast_impl, builder.create_dot
-
-    def rounded(self, x, to):
-        if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, x, to)
-        near = torch.from_numpy(x.data.astype("float32")).to(torch.bfloat16)
-        return interpreter.TensorHandle(near.view(torch.int16).numpy().view("uint16"), tl.bfloat16)
-
-    def wide(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
-
-    monkeypatch.setattr(builder, "cast_impl", rounded)
-    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *given: multiply(self, wide(a), wide(b), *given))
 
 
 @pytest.mark.parametrize(

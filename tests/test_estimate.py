@@ -110,21 +110,6 @@ def test_caches_that_can_not_fit_are_refused_before_anything_is_measured(tmp_pat
 
 
 @pytest.mark.fast
-def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch, model_dir, text_dir):
-    monkeypatch.chdir(tmp_path)
-    where = ["--model", model_dir, "--data", text_dir]
-    code, out, err = bench(capsys, "run", "smoke", *where, "--policy", "window", "--set", "capacity=[8,1000000000000]")
-    assert code == 2
-    assert out == ""
-    *_, last = err.splitlines()
-    assert "window" in last
-    assert "its K/V slots take 9,536,743.2 GiB" in last  # 20 streams, 2 layers, 2 heads, 16 dims, K and V
-    assert "lower the capacity" in last
-    assert "Traceback" not in err
-    assert not list(tmp_path.rglob("*.json")), "the cell of 8 tokens was not measured either"
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("free", "streams", "tokens"),
     [

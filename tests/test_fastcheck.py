@@ -70,9 +70,9 @@ def test_a_filled_cache_is_full_where_what_is_kept_depends_on_the_tokens(policy)
 
 
 class Graph:
-    """Stands in for a CUDA graph: replays the step."""
+    """Stands in for a CUDA graph: replays the step and nothing else that the host would do."""
 
-    of_compiled_code: ClassVar[list[bool]] = []
+    of_compiled_code: ClassVar[list[bool]] = []  # of every graph
 
     def __init__(self, step, tokens):
         self.step = step

@@ -12,13 +12,11 @@ import torch
 from factories import cell_record
 from lm_eval.api.instance import Instance
 
-from kvbench.harness.core import plugins
 from kvbench.harness.data.quiz import Script, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.models.load import load_tokenizer
-from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.tasks.arc_stream import ArcStream, ArcStreamOptions
 from kvbench.harness.tasks.lm_eval import LmEval
 from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
@@ -229,11 +227,6 @@ def test_a_trace_is_judged_to_its_last_word(last, options, machine_dir, tmp_path
     figures = Trace.run(options, job)
     assert (figures.outcomes, figures.words_right) == (("1", [20]) if last == "end" else ("0", [19]))
     assert json.loads(job.trace.read_text())["said"].split()[19] == last
-
-
-def test_every_task_that_judges_answers_has_rows():
-    judging = {name for name in plugins.task_names() if issubclass(plugins.task_class(name).metrics, QuestionMetrics)}
-    assert judging == {task.options.model_fields["name"].default for task in (StreamEval, ArcStream, Turns, Trace, LmEval)}
 
 
 @pytest.mark.parametrize("name", LM_EVAL_TASKS)

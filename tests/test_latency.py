@@ -97,20 +97,13 @@ def test_what_is_possible_depends_on_whether_a_processors_cache_may_hold_it(meas
     assert [*LatencyMetrics.from_json(found | {"step_ms": 0.7, "roofline": busy}).impossible()]
 
 
-@pytest.mark.parametrize(("settled_after", "sittings"), [(1, 2), (4, 4), (99, 6)])
-def test_sittings_go_on_until_settled(measured, monkeypatch, settled_after, sittings):
-    """At least two, at most six here; in between until the cell says that it is settled."""
-    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sitting_ms) >= settled_after))
-    (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"tokens": 40, "most_sittings": 6}))
-    assert found["sittings"] == sittings
-    assert found["settled"] == (settled_after <= 6)
-
-
-def test_every_cell_must_be_settled(measured, monkeypatch):
+@pytest.mark.parametrize(("settled_after", "sittings"), [([1], 2), ([4], 4), ([99], 6), ([3, 5], 5)])
+def test_sittings_go_on_until_every_cell_is_settled(measured, monkeypatch, settled_after, sittings):
+    """At least two, at most six here. The capacity of a cell is the number of sittings after which it is settled."""
     monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sitting_ms) >= lane.job.config.capacity))
-    options = SHORT.model_copy(update={"tokens": 40, "most_sittings": 6})
-    found = measured([CacheConfig(Window(), 3), CacheConfig(Window(), 5)], options)
-    assert [x["sittings"] for x in found] == [5, 5]
+    configs = [CacheConfig(Window(), capacity) for capacity in settled_after]
+    found = measured(configs, SHORT.model_copy(update={"tokens": 40, "most_sittings": 6}))
+    assert [(x["sittings"], x["settled"]) for x in found] == [(sittings, capacity <= 6) for capacity in settled_after]
 
 
 def test_the_interval_of_a_median_is_made_of_the_right_order_statistics():
@@ -249,15 +242,6 @@ def test_a_16_bit_rate_of_a_cpu_is_at_least_that_of_float32(monkeypatch):
     monkeypatch.setitem(device._MATRIX_SIDE, "cpu", 8)
     monkeypatch.setattr(device, "best_seconds", lambda work, on, repeats: 0.5 if work().dtype == torch.float32 else 20.0)
     assert device.multiply_rate(torch.device("cpu"), torch.bfloat16) == 2 * 8**3 / 0.5
-
-
-def test_marks_time_what_lies_between_them(monkeypatch):
-    """In milliseconds, from the first mark on; `perf_counter` tells seconds."""
-    monkeypatch.setattr("kvbench.harness.core.device.time", SimpleNamespace(perf_counter=iter([7.0, 7.25, 7.375, 9.0]).__next__))
-    marks = Marks(torch.device("cpu"))
-    for _ in range(4):
-        marks.mark()
-    assert marks.milliseconds() == [250.0, 125.0, 1625.0]
 
 
 def test_growth_is_reserved_before_and_not_inside_a_step():

@@ -135,32 +135,24 @@ def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path,
     assert "keydiff" not in page
 
 
-def test_of_records_that_do_not_go_together_the_most_stay():
-    records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
-
+@pytest.mark.parametrize(
+    ("policies", "breaks", "left_out"),
+    [
+        ("odd a b c d e f odd2", lambda names: len({name.startswith("odd") for name in names}) > 1, "odd odd2"),
+        ("a b c d e f g", lambda names: bool({"c", "f"} & {*names}), "c f"),
+    ],
+    ids=["records that do not go together", "broken records"],
+)
+def test_as_few_records_as_possible_are_left_out_each_with_its_error(policies, breaks, left_out):
     def make(part):
-        kinds = {r.cell.policy.startswith("odd") for r in part}
-        if len(kinds) > 1:
-            raise TypeError("mixed")
-        return [r.cell.policy for r in part]
-
-    made, broken = make_without_broken(records, make)
-    assert made == [f"p{i}" for i in range(6)]
-    assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
-
-
-def test_broken_records_are_left_out_each_with_its_error():
-    records = [record(f"p{i}") for i in range(7)]
-
-    def make(part):
-        policies = [r.cell.policy for r in part]
-        if {"p2", "p5"} & {*policies}:
+        names = [r.cell.policy for r in part]
+        if breaks(names):
             raise TypeError("broken")
-        return policies
+        return names
 
-    made, broken = make_without_broken(records, make)
-    assert made == ["p0", "p1", "p3", "p4", "p6"]
-    assert [(r.cell.policy, str(error)) for r, error in broken] == [("p2", "broken"), ("p5", "broken")]
+    made, broken = make_without_broken([record(name) for name in policies.split()], make)
+    assert made == [name for name in policies.split() if name not in left_out.split()]
+    assert [(r.cell.policy, str(error)) for r, error in broken] == [(name, "broken") for name in left_out.split()]
 
 
 def test_data_that_do_not_fit_go_to_a_folder_and_those_of_gone_suites_are_deleted(results, tmp_path, capsys, monkeypatch):

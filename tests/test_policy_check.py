@@ -80,27 +80,6 @@ class Undeclared(Policy):
         return view.state(AttentionSum())
 
 
-@pytest.mark.parametrize(
-    ("kind", "word"),
-    [
-        (Half, "expected"),
-        (Everything, "+inf"),
-        (Dice, "uniform"),
-        (Vandal, "changed in place"),
-        (BySlot, "order of slots"),
-        (SecretlyHead, "declare scope 'head'"),
-        (SecretlyLayer, "declare scope 'layer'"),
-        (Nan, "NaN"),
-        (Careless, "changed in place"),
-        (Undeclared, "not in the policy's"),
-    ],
-)
-def test_what_is_wrong_is_said(kind, word, monkeypatch):
-    monkeypatch.setattr(plugins, "policy_class", lambda name: kind)
-    problems = [f.problem for f in policy_check.check("theirs", capacities=[16]).findings]
-    assert any(word in p for p in problems), problems
-
-
 @pytest.mark.slow("takes seconds")
 def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
     file = tmp_path / "norm.py"
@@ -151,10 +130,10 @@ def test_a_crash_says_where(monkeypatch):
     (finding,) = wrong(checked(monkeypatch, CrashesWhenBound, capacities=[16]))
     assert finding.problem.startswith("bind(16) raised ZeroDivisionError: division by zero (test_policy_check.py:")
     assert finding.problem.endswith(", in bind)")
-    found = checked(monkeypatch, BreaksLater, capacities=[16])
-    (finding,) = wrong(found)
+    (finding,) = wrong(checked(monkeypatch, BreaksLater, capacities=[16]))
     assert finding.problem.startswith("it raised OverflowError: thirty (test_policy_check.py:")
     assert "in importance)" in finding.problem
+    assert any("not in the policy's" in f.problem for f in wrong(checked(monkeypatch, Undeclared, capacities=[16])))
 
 
 @pytest.mark.parametrize("name", default_policies())
@@ -204,20 +183,23 @@ def test_a_policy_that_breaks_a_rule_only_later_is_refused(kind, word):
         (Near, 8, "+inf as soon as the cache is full"),
         (Nan, 32, "NaN"),
         (Half, 32, "expected"),
+        (Everything, 16, "+inf"),
         (Vandal, 32, "changed in place"),
         (Careless, 32, "changed in place"),
         (SecretlyHead, 32, "declare scope 'head'"),
+        (SecretlyLayer, 16, "declare scope 'layer'"),
         (Saturating, 6, "+inf 42 tokens after the cache is full"),
         (BySlot, 32, "order of slots"),
     ],
 )
-def test_a_policy_that_breaks_a_rule_is_refused(kind, capacity, word):
+def test_a_policy_that_breaks_a_rule_is_refused_and_the_check_says_why(kind, capacity, word, monkeypatch):
     with pytest.raises(UserError) as refused:
         refuse_if_broken("my.py:Mine", kind(), capacity, torch.device("cpu"))
     text = str(refused.value)
     assert text.startswith(f"my.py:Mine at capacity {capacity} breaks a rule (")
     assert text.endswith(f"'bench policy check my.py:Mine --capacity {capacity}'")
     assert word in text
+    assert any(word in finding.problem for finding in checked(monkeypatch, kind, capacities=[capacity]).findings)
 
 
 NEAR = """

@@ -330,10 +330,3 @@ def test_cells_of_a_task_are_told_apart_by_its_axes():
     asked = [{"name": "streameval", "distance": distance, "lines": 60} for distance in (2, 50)]
     made = feeds.feed([changed(answered("h2o", "1010"), cell={"task": task}) for task in asked])
     assert [cell["task"].count(f"distance {distance}") for cell, distance in zip(made["cells"], (2, 50), strict=True)] == [1, 1]
-
-
-def test_no_two_scripts_define_the_same_name():
-    """They are joined to one module, which has one name space."""
-    names = re.findall(r"^(?:const|let|function|class) (\w+)", site.program(), re.M)
-    assert len(names) == len(set(names))
-    assert not re.search(r"^(import|export) ", site.program(), re.M)

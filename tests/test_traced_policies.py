@@ -53,6 +53,7 @@ def check(
     prompt: int = 0,
     family: str = "llama",
     module: ModuleType = cpu,
+    model: Model | None = None,
     offers: Sequence[str] = ("compiled walk", "step kernel"),
 ) -> None:
     """A prompt, blocks and single tokens by kernels are those of the plain walk: the tokens kept, NLL and statistics.
@@ -60,7 +61,7 @@ def check(
     No token comes twice in a stream: in the first layer, two beyond the limit of mode `clamped` would tie but for rounding.
     """
     generator = torch.Generator().manual_seed(1)
-    model = one_layer() if module is cuda else model_of(family)
+    model = model or (one_layer() if module is cuda else model_of(family))
     tokens = torch.stack([torch.randperm(96, generator=generator) for _ in range(streams)])[:, : prompt + sum(sizes)].to(DEVICE)
     config = CacheConfig(policy, capacity, mode, LIMIT, seed=2**40 + 5, evict=every)
     with pytest.MonkeyPatch.context() as patch:
@@ -138,6 +139,15 @@ def test_some_heads_of_a_layer_in_c_are_the_plain_ones(number):
 @pytest.mark.parametrize(("policy", "mode"), [(policy, MODES[i % 3]) for i, policy in enumerate(POLICIES)], ids=str)
 def test_walks_and_steps_in_triton_are_the_plain_ones(policy, mode):
     check(policy, 5, [3, 3, 1, 1], mode=mode, module=cuda)
+
+
+@pytest.mark.slow("takes seconds")
+@needs_triton
+@pytest.mark.parametrize("family", ["gpt_neox", "deepseek_v3", "smollm3", "mistral"])
+def test_odd_layers_in_triton(family):
+    """Covers partial RoPE, K and V of different dims, no RoPE, a sliding window, one query head per KV head."""
+    window = {"sliding_window": 6} if family == "mistral" else {}
+    check(H2O(), 7, [5, 4, 1, 1], model=adopt(tiny_model(family, vocab_size=96, **window).to(DEVICE)), module=cuda)
 
 
 @needs_compiler

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from factories import Odd, needs_triton, slots_for
@@ -29,7 +28,7 @@ from kvbench.harness.engine.walk import Walk
 from kvbench.harness.kernels import choose, cuda, cuda_attention
 from kvbench.policies import Policy
 
-pytestmark = [needs_triton, pytest.mark.slow("Triton's interpreter")]
+pytestmark = [needs_triton, pytest.mark.usefixtures("bfloat16_as_on_a_gpu"), pytest.mark.slow("Triton's interpreter")]
 
 BY_KERNELS = Method(fill=False, closed_form=False, walk_kernel=True, step_kernel=True)
 LIMIT = 45  # tokens; the largest distance of mode `clamped`
@@ -103,32 +102,6 @@ def indexed(a: Sequence[Any], b: Sequence[Any]):
 @pytest.fixture
 def in_triton(monkeypatch):
     monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
-
-
-@pytest.fixture(autouse=True)
-def _bfloat16_as_on_a_gpu(monkeypatch):
-    """The interpreter holds bfloat16 as integers: it multiplies these, and cuts float32 off where a GPU rounds."""
-    if DEVICE.type != "cpu":
-        return
-    from triton.language import bfloat16, float32
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    convert = InterpreterBuilder.cast_impl
-
-    def cast(self, x, to):
-        if x.dtype.scalar == float32 and to.scalar == bfloat16:
-            rounded = torch.tensor(x.data).bfloat16().view(torch.int16).numpy()
-            return TensorHandle(rounded.view(np.uint16), bfloat16)
-        return convert(self, x, to)
-
-    def wide(x):
-        return (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == bfloat16 else x.data.astype(np.float32)
-
-    def dot(self, a, b, c, *how):
-        return TensorHandle(np.matmul(wide(a), wide(b)) + c.data, c.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 def rotation_of(case: Case) -> Rotation | None:

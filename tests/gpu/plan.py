@@ -4,7 +4,7 @@ import importlib.util
 import re
 from typing import NamedTuple
 
-KERNEL_CHECKS = ("kernels_for_cuda", "cuda_blocks", "fast_paths", "captured", "fused_step", "fastcheck", "guarded_shortcuts")
+KERNEL_CHECKS = ("traced_policies", "cuda_blocks", "fast_paths", "captured", "fused_step", "fastcheck", "guarded_shortcuts")
 KERNEL_CHECKS += ("coded_triton",)
 CHECKS = ("exactness", "models", "answering", "once", "reading", "sabotage")
 SINK_WINDOW, H2O, RECOMPUTE = ["--policy", "{name: sink_window, sinks: 4}"], ["--policy", "h2o"], ["--policy", "recompute_window"]
