@@ -107,12 +107,12 @@ def same(records, others):
 
 @pytest.mark.slow("measures suites")
 def test_pickled_answers_make_the_same_records_and_the_same_page(request_, tmp_path):
-    cells = request_.cells()
+    cells = [cell for cell in request_.cells() if cell.model.id == "builtin:sink_1" or cell.name == "h2o"]
     options = replace(request_, keep=KeepSteps.from_option("kept=90,end"))._options()
     here = runner.run(cells, RecordStore(tmp_path / "here"), options, RunWatcher())
     there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), Pickled(options).measure)
     same(here, there)
-    assert sum(record.facts.keep_map is not None for record in there) == 12
+    assert sum(record.facts.keep_map is not None for record in there) == 8
     for folder in ("here", "there"):
         assert not list((tmp_path / folder).rglob("*.partial"))
     files = [sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*")) for f in ("here", "there")]
