@@ -70,47 +70,23 @@ def notes(folder):
     (folder / "thesis.tex").write_text("years of work")
 
 
-def file(folder):
-    folder.write_text("a README")
+def baseline_with(change):
+    """A baseline that somebody has changed."""
+    return lambda folder: change(made(folder, folder.with_name("measured")))
 
 
-def link_to_notes(folder):
-    notes(folder.with_name("target"))
-    folder.symlink_to(folder.with_name("target"))
+THERE = {
+    "notes": notes,
+    "a file": lambda folder: folder.write_text("a README"),
+    "a link to notes": lambda folder: (notes(folder.with_name("target")), folder.symlink_to(folder.with_name("target"))),
+    "records without a baseline": lambda folder: RecordStore(folder).write(record()),
+    "a baseline with a note": baseline_with(lambda folder: (folder / "note.txt").write_text("remember")),
+    "a baseline with a record more": baseline_with(lambda folder: RecordStore(folder).write(record("window", 9))),
+    "another's YAML": lambda folder: (folder.mkdir(), (folder / FILE).write_text("suite: of clubs\n")),
+}
 
 
-def records_without_a_baseline(folder):
-    RecordStore(folder).write(record())
-
-
-def baseline_with_a_note(folder):
-    made(folder, folder.with_name("measured"))
-    (folder / "note.txt").write_text("remember")
-
-
-def baseline_with_a_record_more(folder):
-    made(folder, folder.with_name("measured"))
-    RecordStore(folder).write(record("window", 9))
-
-
-def anothers_yaml(folder):
-    folder.mkdir()
-    (folder / FILE).write_text("suite: of clubs\n")
-
-
-@pytest.mark.parametrize(
-    "there",
-    [
-        notes,
-        file,
-        link_to_notes,
-        records_without_a_baseline,
-        baseline_with_a_note,
-        baseline_with_a_record_more,
-        anothers_yaml,
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("there", THERE.values(), ids=THERE)
 def test_nothing_else_is_replaced_and_nothing_measured_before_that_is_said(there, tmp_path, suite, capsys):
     folder = tmp_path / "mine"
     there(folder)

@@ -17,7 +17,6 @@ from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 import kvbench
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
-from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import positions_for
 from kvbench.policies.sink_window import SinkWindow
 
@@ -207,21 +206,6 @@ def test_every_policy_opens_however_it_evicts(evict, tmp_path):
             assert policy.outcome or (isinstance(evict, dict) and "pages" in evict), name
         else:
             assert kept.report()["policy"] == name
-
-
-@pytest.mark.parametrize(
-    ("score", "says"),
-    [
-        ("dense", "dense never evicts, so no policy can hold it"),
-        (5, "expected a policy's name or a mapping with its name, not 5"),
-        ({"window": 5}, "the policy's 'name' is missing"),
-        (["h2o", "knorm"], "score: 2 policies; give one"),
-    ],
-    ids=str,
-)
-def test_a_policy_that_none_can_hold_is_refused(score, says):
-    refused(f"^kvbench.Cache: {says}$", lambda: kvbench.Cache(plain(), "adakv", 16, score=score))
-    assert kvbench.Cache(plain(), "adakv", 16, score=H2O(window=4)).report()["parameters"]["score"]["window"] == 4
 
 
 def test_a_policy_that_reads_output_projections_gets_them_through_a_cache():

@@ -9,29 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import H2O, CacheConfig, Random, adopt, decoder, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
 import kvbench
-from kvbench.harness.core.codec import Codec
-from kvbench.harness.core.evict import Pages
 from kvbench.harness.core.parameters import policy_from
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.model import adopt
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
-from kvbench.harness.suite.axes import kv_from
-from kvbench.policies.h2o import H2O
+from kvbench.harness.suite.axes import evict_from, kv_from
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gemma2"]
-CONFIGS = {
+CONFIGS = {  # a policy, a capacity, and when it evicts
     "dense": ("dense", None, "step"),
     "sink_window": ("sink_window", 24, "step"),
     "h2o": ("h2o", 24, "step"),
     "tova": ("tova", 24, "step"),
     "snapkv prompt": ("snapkv", 24, "prompt"),
     "h2o every 16": ("h2o", 24, {"every": 16}),
+    "h2o pages": ("h2o", 24, {"pages": 8, "by": "per_head"}),
+    "random, prompt kept": (Random(keep_prompt=True), 44, "step"),  # asks where a prompt ends
 }
 NEW = 40  # tokens
 
@@ -69,7 +65,9 @@ def cache_of(name: str, family: str = "llama", **others):
 
 def config_of(name: str, **others) -> CacheConfig:
     policy, capacity, evict = CONFIGS[name]
-    return CacheConfig(policy_from(policy, {}), capacity, evict={"step": 1, "prompt": "prompt"}.get(str(evict), 16), **others)
+    return CacheConfig(
+        policy_from(policy, {}) if isinstance(policy, str) else policy, capacity, evict=evict_from(evict), **others
+    )
 
 
 def logits_along(name: str, sequence: torch.Tensor, prompt: int, family="llama", **others) -> torch.Tensor:
@@ -122,8 +120,13 @@ def padded(*prompts: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.cat(rows), "attention_mask": torch.cat(mask)}
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "snapkv prompt"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("llama", name) for name in CONFIGS if name != "snapkv prompt"),
+        *(("gemma2", name) for name in CONFIGS if name not in ("snapkv prompt", "h2o pages")),  # its windows are no whole pages
+    ],
+)
 def test_padded_prompts_are_read_as_each_alone(family, name):
     prompts = tokens_of(40), tokens_of(17, seed=1)
     together = plain(family).generate(**padded(*prompts), past_key_values=cache_of(name, family), **GREEDY)
@@ -211,6 +214,7 @@ def test_a_long_prompt_passes_the_model_in_blocks(monkeypatch):
         ("dense", {"codec": "kivi2", "group": 8, "residual": 16}),
         ("h2o", {"codec": "int2", "exempt": {"sinks": 2, "recent": 8}}),
         ("h2o every 16", "int8"),
+        ("h2o pages", "int4"),
         ("snapkv prompt", {"codec": "kivi4", "group": 8, "residual": 8}),
     ],
 )
@@ -227,15 +231,6 @@ def test_kv_is_an_axis(name, kv):
     held = [len(head) for layer in read.kept() for head in layer[0]]
     assert (report["kept"], report["held_bytes"]) == (sum(held) / len(held), read.held_bytes)
     assert (report["allocated_bytes"], report["kv"]) == (read.kv_bytes, kv_from(kv).as_json())
-
-
-def test_a_cache_evicts_pages():
-    kept = kvbench.Cache(plain(), "h2o", 24, evict={"pages": 8, "by": "per_head"}, kv="int4")
-    out = plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
-    read = decoder(ours(), CacheConfig(H2O(), 24, evict=Pages(8, "per_head"), kv=Codec("int4")))
-    first = read.read_prompt(out.sequences[:, :40], 4096)
-    logits = torch.stack([first, *(read(token)[:, 0] for token in out.sequences[:, 40:-1].split(1, 1))], 1)
-    assert torch.equal(logits_of(out), logits)
 
 
 def test_fast_writes_the_same():
@@ -325,19 +320,6 @@ def test_importing_kvbench_imports_no_torch():
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_padded_prompts_have_lengths_of_their_own():
-    """For policies that ask where a prompt ends."""
-    policy = policy_from("random", {"keep_prompt": True})
-    prompts = tokens_of(20), tokens_of(9, seed=1)
-    model = plain()
-    together = model.generate(**padded(*prompts), past_key_values=kvbench.Cache(model, policy, 24), **GREEDY)
-    for row, prompt in enumerate(prompts):
-        read = decoder(ours(), CacheConfig(policy, 24))
-        expected = [read.read_prompt(prompt, 4096)[:, None]]
-        expected += [read(token[None, None]) for token in together.sequences[row, 20:-1]]
-        assert torch.allclose(logits_of(together)[row], torch.cat(expected, 1)[0], atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "snapkv prompt"])
 def test_a_prompt_may_be_read_in_chunks(name):
     whole = plain().generate(tokens_of(40), past_key_values=cache_of(name), **GREEDY)
@@ -362,6 +344,9 @@ MISTAKES = [  # the other mistakes are those of a suite's entries: test_axes.py
     ("unknown key 'windw', did you mean 'window'", lambda: kvbench.Cache(plain(), "h2o", 16, windw=3)),
     ("expected step, prompt, {every: TOKENS} or", lambda: kvbench.Cache(plain(), "h2o", 16, evict=16)),
     ("there is no codec 'int3'", lambda: kvbench.Cache(plain(), "h2o", 16, kv="int3")),
+    ("dense never evicts, so no policy can hold it", lambda: kvbench.Cache(plain(), "adakv", 16, score="dense")),
+    ("expected a policy's name or a mapping with its name", lambda: kvbench.Cache(plain(), "adakv", 16, score=5)),
+    ("score: 2 policies; give one", lambda: kvbench.Cache(plain(), "adakv", 16, score=["h2o", "knorm"])),
     ("an instance with its parameters", lambda: kvbench.Cache(plain(), H2O(), 16, window=3)),
     ("or a wrapper of one", lambda: kvbench.Cache("llama")),
     ("evaluation mode", lambda: kvbench.Cache(tiny_model("llama").train())),
@@ -374,6 +359,11 @@ MISTAKES = [  # the other mistakes are those of a suite's entries: test_axes.py
 @pytest.mark.parametrize(("says", "call"), MISTAKES, ids=lambda x: x if isinstance(x, str) else "")
 def test_mistakes_are_told_when_a_cache_is_made(says, call):
     refused(says, call)
+
+
+def test_a_policy_may_hold_an_instance():
+    report = kvbench.Cache(plain(), "adakv", 16, score=H2O(window=4)).report()
+    assert report["parameters"]["score"]["window"] == 4
 
 
 def test_a_copied_model_has_a_forward_of_its_own():
