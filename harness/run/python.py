@@ -75,14 +75,18 @@ def run(
         for name, value, most in (("threads", threads, 4096), ("block", block, 10**9), ("workers", workers, 4096))
     )
     request = RunRequest(
-        str(suite), None if model is None else str(model), None if data is None else str(data),
-        tuple(_yaml(entry) for entry in entries), tuple(f"{name}={_json(value)}" for name, value in settings.items()),
-        str(device), None if dtype is None else str(dtype).removeprefix("torch."), threads, ray, workers,
-        (tasks,) if isinstance(tasks, str) else tuple(tasks),
-        block, walk, fresh, None if trace is None else KeepSteps.from_option(str(trace)),
+        str(suite), _text(model), _text(data), tuple(_yaml(entry) for entry in entries),
+        tuple(f"{name}={_json(value)}" for name, value in settings.items()), str(device), _text(dtype), threads, ray, workers,
+        (tasks,) if isinstance(tasks, str) else tuple(tasks), block, walk, fresh,
+        None if trace is None else KeepSteps.from_option(str(trace)),
     )  # fmt: skip
     folder = writable(Path(results).expanduser())
     return Records(request.measure(folder, request.cells(folder), progress=progress))
+
+
+def _text(value: str | Path | torch.dtype | None) -> str | None:
+    """Return a value as a command line gives it."""
+    return None if value is None else str(value).removeprefix("torch.")
 
 
 def _yaml(entry: PolicyEntry) -> str:
