@@ -1,6 +1,9 @@
 """The check of shortcuts on a deep model with massive activations, whose logits depend chaotically on rounding."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -47,13 +50,16 @@ def test_right_code_is_accepted_though_its_logits_differ(chaotic, config, blocks
         assert error > 1
 
 
-def fault(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, layer: int = 17, head: int = 1) -> None:
-    """Make one head of one layer wrong by a thousandth."""
-    right = getattr(owner, name)
+def fault(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, layers: Sequence[int] = (17,), head: int = 1, times: float = inf
+) -> None:
+    """Make one head of some layers wrong by a thousandth, in each layer's first calls."""
+    right, calls = getattr(owner, name), Counter()
 
     def wrong(self, plan, at, *given):
         out = right(self, plan, at, *given)
-        if at == layer:
+        calls[at] += 1
+        if at in layers and calls[at] <= times:
             out[:, head] *= 1.001
         return out
 
@@ -80,3 +86,14 @@ def test_a_thousandth_in_one_head_of_one_layer_is_refused(monkeypatch, chaotic, 
         refused = (check.trial_of_codes(BY_KERNEL) if config is CODED else check.trial(FASTEST)).refused
     assert refused == "its attention differs from the plain walk's"
     assert check.max_error > 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "refused"),
+    [((17,), ""), (range(24), "its attention differs from the plain walk's")],
+    ids=["in one layer", "in many layers"],
+)
+def test_swapped_evictions_on_some_tokens_are_accepted_in_few_heads(monkeypatch, chaotic, layers, refused):
+    """A swap of two evictions changes attention in the block alone. The first comparison reads two blocks by the kernel."""
+    fault(monkeypatch, Shortcuts, "walk_by_kernel", layers, times=2)
+    assert MethodCheck(chaotic, LOOKS, 1).trial(FASTEST).refused == refused

@@ -24,6 +24,7 @@ from kvbench.harness.engine.walk import Walk
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or to the largest output of a head
 _ROUNDING_16_BITS = 4e-2
 _COUNTED = 0.75  # share of a block's tokens, by smallest error, that count where rounding may swap two evictions
+_MAX_SWAPPED = 0.05  # share of rows that may swap two evictions within blocks, in more than 16 bits
 _SAME_CODES = 1e-3  # relative to the largest number of a row; half a step of an 8-bit code is larger
 
 Row = tuple[int, int, int]  # layer, stream and KV head
@@ -111,6 +112,8 @@ class Verdict(NamedTuple):
         max_error: largest error of the candidate, relative to the tolerance; infinite if an answer is no number.
         rounding_error: largest rounding error of the reference itself, in the same unit; 0.0 if the reference counts as exact.
         diverged: rows that held other tokens than the reference after some block, so that not all blocks were compared.
+        swapped: relative errors of other rows whose errors in a block are large, as if two evictions were swapped; empty if
+            there are many such rows.
         uncompared: layers of which no row was compared, in blocks or in single tokens.
         other_victims: share of the tokens evicted by the reference that the candidate still holds.
     """
@@ -118,6 +121,7 @@ class Verdict(NamedTuple):
     max_error: float
     rounding_error: float
     diverged: frozenset[Row]
+    swapped: Mapping[Row, float]
     uncompared: frozenset[int]
     other_victims: float
 
@@ -127,8 +131,9 @@ class ReferenceComparison:
 
     Heads that hold other tokens than the reference are not compared, because rounding may change which token is evicted. Heads
     of a coded cache with large errors and different codes are not compared either, because rounding may change a code by a step.
-    In 16 bits, rounding may also swap two evictions within a block, which can't be observed afterwards. If the policy reads
-    attention, a quarter of the block's tokens is therefore ignored. Single tokens always count.
+    If the policy reads attention, rounding may also swap two evictions within a block, which can't be observed afterwards. In
+    16 bits, a quarter of the block's tokens is therefore ignored. In more bits, large errors of a few rows in a block are not
+    counted, and the rows are reported. Single tokens always count.
     """
 
     def __init__(self, inputs: Sequence[LayerInputs], reads: Mapping[CachedDecoder, torch.dtype], tokens_before: int) -> None:
@@ -149,6 +154,7 @@ class ReferenceComparison:
         self._errors: dict[tuple[int, bool], list[Tensor]] = {}  # by layer, and whether the block is a single token; [heads, 2]
         self._alike: dict[int, Tensor] = {}  # after the last block: rows that hold the same tokens in all decoders, by layer
         self._diverged: set[Row] = set()
+        self._swapped: dict[Row, float] = {}  # largest relative error of rows that may have swapped two evictions
 
     def read(self, tokens: Tensor) -> None:
         """Replay a block, and compare the answers of rows that hold the same tokens before and after it. [B, T] int64."""
@@ -158,7 +164,7 @@ class ReferenceComparison:
             read(tokens)
         judging = [walk.slots for walk in self._reads[0].walks if walk.slots.sees]  # with policies that read attention
         evicts = any(slots.capacity is not None and self._tokens_read > slots.capacity for slots in judging)
-        swaps = self._is_16_bit and not single and evicts
+        swaps = not single and evicts
         before, self._alike = self._alike, self._rows_alike()
         self._compare(single, swaps, {layer: rows & before.get(layer, rows) for layer, rows in self._alike.items()})
 
@@ -181,8 +187,12 @@ class ReferenceComparison:
             allowed = 2 * (own.amax() if self._is_16_bit else own)
             max_error = max(max_error, float((errors / allowed.clamp(min=1)).nan_to_num(torch.inf).amax()))
             rounding_error = max(rounding_error, float(own.amax()))
+        swapped = self._swapped
+        if len(swapped) > max(1, _MAX_SWAPPED * sum(rows.numel() for rows in self._alike.values())):
+            max_error, swapped = max(max_error, *swapped.values()), {}
+        swapped = {row: error for row, error in swapped.items() if row not in self._diverged}
         diverged, uncompared_layers = frozenset(self._diverged), frozenset(uncompared)
-        return Verdict(max_error, rounding_error, diverged, uncompared_layers, self._other_victims())
+        return Verdict(max_error, rounding_error, diverged, swapped, uncompared_layers, self._other_victims())
 
     def _compare(self, single: bool, swaps: bool, alike: dict[int, Tensor]) -> None:
         """Note the errors of the last answers. alike: rows that are compared, by layer. [B, H] bool each."""
@@ -192,23 +202,36 @@ class ReferenceComparison:
             errors = torch.stack([self._relative(x, exact, reference.dtype, swaps) for x in (candidate, reference)], -1)
             if self._reads[0].config.kv is not None and bool((errors[..., 0] > 1).any()):  # rounding may have flipped a code
                 alike[layer] &= _same_codes(self._reads[1], self._reads[0], layer)
-            rows = alike[layer].to(errors.device)
+            rows = alike[layer]
+            if swaps and not self._is_16_bit:
+                rows = rows & ~self._note_swapped(layer, errors, rows)
+            rows = rows.to(errors.device)
             counted = rows.repeat_interleave(errors.shape[1] // rows.shape[1], 1)
             self._errors.setdefault((layer, single), []).append(errors[counted].cpu())
         for layer, rows in alike.items():
             self._diverged |= {(layer, stream, head) for stream, head in (~rows).nonzero().tolist()}
 
+    def _note_swapped(self, layer: int, errors: Tensor, alike: Tensor) -> Tensor:
+        """Note the compared rows whose error exceeds the allowed error. errors: [B, Q, 2]; alike: [B, H] bool -> [B, H] bool."""
+        relative = (errors[..., 0] / (2 * errors[..., 1]).clamp(min=1)).unflatten(1, (alike.shape[1], -1)).amax(-1)
+        swapped = ((relative > 1) & relative.isfinite()).to(alike.device) & alike
+        for stream, head in swapped.nonzero().tolist():
+            row = layer, stream, head
+            self._swapped[row] = max(self._swapped.get(row, 0.0), float(relative[stream, head]))
+        return swapped
+
     def _relative(self, x: Tensor, exact: Tensor, dtype: torch.dtype, swaps: bool) -> Tensor:
         """Return the error of each head's answers, relative to the tolerance. x, exact: [B, Q, T, Dv] -> [B, Q] float64.
 
-        The tolerance is a share of the head's largest answer; in 16 bits, of the layer's largest answer.
+        The tolerance is a share of the head's largest answer; in 16 bits, of the layer's largest answer. swaps: evictions may be
+        swapped.
         """
         x, exact = x.double(), exact.double()
         largest = exact.abs().amax() if self._is_16_bit else exact.abs().amax((-2, -1))[..., None]
         tiny = torch.finfo(torch.float32).tiny  # heads whose values are all zero
         errors = (x - exact).abs().amax(-1) / (rounding_of(dtype) * largest).clamp(min=tiny)
         errors = errors.nan_to_num(torch.inf).sort(-1).values
-        return errors[..., ceil(errors.shape[-1] * (_COUNTED if swaps else 1.0)) - 1]
+        return errors[..., ceil(errors.shape[-1] * (_COUNTED if swaps and self._is_16_bit else 1.0)) - 1]
 
     def _held(self, layer: int) -> list[Tensor]:
         """Return the tokens that the rows of a layer hold, for each decoder. [B, H, tokens read] bool each."""

@@ -51,6 +51,7 @@ _ROOM_TOKENS = 32  # free slots of a randomly filled cache when the first block 
 _CACHES_PER_FREE_MEMORY = 8  # two caches, and perhaps one in 64 bits, take at most half of the memory
 _CACHES_PER_FREE_MEMORY_16_BITS = 12
 _RECORDED_TOKENS, _RECORDED_PER_TOKEN = 384, 8  # inputs and answers, in multiples of a token's K and V
+_ATTENTION_DIFFERS = "its attention differs from the plain walk's"
 _MOST_ROUNDING = 5.0  # in units of the tolerance; with more rounding, a comparison proves nothing
 
 
@@ -224,16 +225,20 @@ class MethodCheck:
         Rounding may make a head evict another token, or swap two evictions, but hardly ever in the same head on other tokens. In
         more than 16 bits, such a comparison is therefore repeated with other tokens, up to `_ATTEMPTS` times.
         """
-        diverged: frozenset[Row] | None = None
+        uncertain: frozenset[Row] | None = None
         for seed in range(_ATTEMPTS):
             refused, verdict = self._attempt((method, reference), sizes, tokens_before, streams, seed)
             if refused and self._exact and verdict.rounding_error > _MOST_ROUNDING and seed < _ATTEMPTS - 1:
                 continue
             if refused:
                 return refused
-            diverged = verdict.diverged if diverged is None else diverged & verdict.diverged
-            if not diverged or not self._exact:
+            rows = verdict.diverged | verdict.swapped.keys()
+            uncertain = rows if uncertain is None else uncertain & rows
+            if not uncertain or not self._exact:
                 return ""
+        if uncertain and uncertain <= verdict.swapped.keys():
+            self.max_error = max(verdict.swapped[row] for row in uncertain)
+            return _ATTENTION_DIFFERS
         return "a head holds other tokens than the plain walk's, whatever is read"
 
     def _attempt(
@@ -251,7 +256,7 @@ class MethodCheck:
         if verdict.rounding_error > _MOST_ROUNDING:
             return f"rounding changes attention by {verdict.rounding_error:.1f} times what is allowed", verdict
         if verdict.max_error > 1:
-            return "its attention differs from the plain walk's", verdict
+            return _ATTENTION_DIFFERS, verdict
         if verdict.other_victims > allowed:
             return f"{verdict.other_victims:.0%} of the tokens it evicts are others than the plain walk's", verdict
         return "no head of a layer could be compared with the plain walk's" if verdict.uncompared else "", verdict
