@@ -178,14 +178,18 @@ def _best_first(column: dict[str, Record], policies: Iterable[str]) -> list[str]
     return sorted(policies, key=lambda p: loss(column[p], column["dense"]).mean if p != "dense" else -math.inf)
 
 
-def against_control(suite: str, evict: str, positions: str, capacity: int = BUDGET) -> str:
-    """Return perplexity lost to the control, a row per policy, with p after Holm's correction over the rows."""
-    differences = _against_control(perplexities(suite, evict, capacity, positions))
-    rows = [
-        [name(policy), percent(difference), "<0.001" if p < 0.001 else f"{p:.3f}"]
-        for policy, (difference, p) in sorted(differences.items(), key=lambda item: item[1][0].mean)
-    ]
-    return _markdown(["policy", "perplexity against the control, %", "p, corrected"], rows, "lrr")
+def against_control() -> str:
+    """Return perplexity lost to the control by moment of eviction, a row per policy; * after Holm's correction per column."""
+    moments = {"step": ("smollm2-step", "cache"), "prompt": ("smollm2-prompt", "stream")}
+    columns = [_against_control(perplexities(suite, evict, BUDGET, at)) for evict, (suite, at) in moments.items()]
+    policies = sorted(columns[0] | columns[1], key=lambda p: columns[0].get(p, columns[1].get(p))[0].mean)
+    rows = [[name(p), *(_starred(column.get(p)) for column in columns)] for p in policies]
+    return _markdown(["policy", "at every step, %", "after a prompt, %"], rows, "lrr")
+
+
+def _starred(difference: tuple[Interval, float] | None) -> str:
+    """Return a difference in percent, with a star if p is below 0.05; empty if not measured."""
+    return "" if difference is None else percent(difference[0]).split()[0] + "*" * (difference[1] < 0.05)
 
 
 def _against_control(column: dict[str, Record]) -> dict[str, tuple[Interval, float]]:
@@ -214,10 +218,11 @@ def _held(record: Record, dense: Record) -> str:
 
 
 def budgets() -> str:
-    """Return perplexity lost to dense at every budget of the control, evicting at every step; empty where not measured."""
+    """Return perplexity lost to dense of policies with several budgets, evicting at every step."""
     capacities = sorted({r.cell.capacity for r in measured("smollm2-step") if r.cell.policy == "random" and r.cell.capacity})
     columns = {capacity: perplexities("smollm2-step", "step", capacity, "cache") for capacity in capacities}
-    policies = _best_first(columns[BUDGET], (p for p in columns[BUDGET] if p != "dense"))
+    several = set.intersection(*map(set, columns.values())) - {"dense"}
+    policies = _best_first(columns[BUDGET], several)
     rows = [[name(p), *(_lost(p, column) for column in columns.values())] for p in policies]
     return _markdown(["policy", *(f"{c} tokens, %" for c in columns)], rows, "l" + "r" * len(columns))
 
