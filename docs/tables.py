@@ -181,7 +181,7 @@ def _best_first(column: dict[str, Record], policies: Iterable[str]) -> list[str]
 def against_control() -> str:
     """Return perplexity lost to the control by moment of eviction, a row per policy; * after Holm's correction per column."""
     moments = {"step": ("smollm2-step", "cache"), "prompt": ("smollm2-prompt", "stream")}
-    columns = [_against_control(perplexities(suite, evict, BUDGET, at)) for evict, (suite, at) in moments.items()]
+    columns = [_against_control(perplexities(suite, evict, BUDGET, positions)) for evict, (suite, positions) in moments.items()]
     policies = sorted(columns[0] | columns[1], key=lambda p: columns[0].get(p, columns[1].get(p))[0].mean)
     rows = [[name(p), *(_starred(column.get(p)) for column in columns)] for p in policies]
     return _markdown(["policy", "at every step, %", "after a prompt, %"], rows, "lrr")

@@ -24,7 +24,7 @@ from kvbench.harness.engine.walk import Walk
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or to the largest output of a head
 _ROUNDING_16_BITS = 4e-2
 _COUNTED = 0.75  # share of a block's tokens, by smallest error, that count where rounding may swap two evictions
-_MAX_SWAPPED = 0.05  # share of rows that may swap two evictions within blocks, in more than 16 bits
+_MAX_SWAPPED = 0.05  # share of rows in which rounding may do so, in more than 16 bits
 _SAME_CODES = 1e-3  # relative to the largest number of a row; half a step of an 8-bit code is larger
 
 Row = tuple[int, int, int]  # layer, stream and KV head
@@ -112,8 +112,8 @@ class Verdict(NamedTuple):
         max_error: largest error of the candidate, relative to the tolerance; infinite if an answer is no number.
         rounding_error: largest rounding error of the reference itself, in the same unit; 0.0 if the reference counts as exact.
         diverged: rows that held other tokens than the reference after some block, so that not all blocks were compared.
-        swapped: relative errors of other rows whose errors in a block are large, as if two evictions were swapped; empty if
-            there are many such rows.
+        swapped: relative errors of other rows that err in less than a quarter of a block, as if two evictions were swapped;
+            empty if there are many such rows.
         uncompared: layers of which no row was compared, in blocks or in single tokens.
         other_victims: share of the tokens evicted by the reference that the candidate still holds.
     """
@@ -131,9 +131,9 @@ class ReferenceComparison:
 
     Heads that hold other tokens than the reference are not compared, because rounding may change which token is evicted. Heads
     of a coded cache with large errors and different codes are not compared either, because rounding may change a code by a step.
-    If the policy reads attention, rounding may also swap two evictions within a block, which can't be observed afterwards. In
-    16 bits, a quarter of the block's tokens is therefore ignored. In more bits, large errors of a few rows in a block are not
-    counted, and the rows are reported. Single tokens always count.
+    If the policy reads attention, rounding may also swap two evictions within a block, which can't be observed afterwards. A
+    quarter of the block's tokens is therefore ignored: in 16 bits in every row, in more bits in a few rows, which are reported.
+    Single tokens always count.
     """
 
     def __init__(self, inputs: Sequence[LayerInputs], reads: Mapping[CachedDecoder, torch.dtype], tokens_before: int) -> None:
@@ -198,40 +198,51 @@ class ReferenceComparison:
         """Note the errors of the last answers. alike: rows that are compared, by layer. [B, H] bool each."""
         by_layer = zip(self._layers, *(model.take() for model in self._models), strict=True)
         for layer, reference, candidate, *wider in by_layer:
-            exact = wider[0] if wider else reference
-            errors = torch.stack([self._relative(x, exact, reference.dtype, swaps) for x in (candidate, reference)], -1)
+            exact, dtype = wider[0] if wider else reference, reference.dtype
+            share = _COUNTED if swaps and self._is_16_bit else 1.0
+            errors = torch.stack([self._relative(x, exact, dtype, share) for x in (candidate, reference)], -1)
             if self._reads[0].config.kv is not None and bool((errors[..., 0] > 1).any()):  # rounding may have flipped a code
                 alike[layer] &= _same_codes(self._reads[1], self._reads[0], layer)
             rows = alike[layer]
             if swaps and not self._is_16_bit:
-                rows = rows & ~self._note_swapped(layer, errors, rows)
+                rows = rows & ~self._note_swapped(layer, errors, self._relative(candidate, exact, dtype, _COUNTED), rows)
             rows = rows.to(errors.device)
             counted = rows.repeat_interleave(errors.shape[1] // rows.shape[1], 1)
             self._errors.setdefault((layer, single), []).append(errors[counted].cpu())
         for layer, rows in alike.items():
             self._diverged |= {(layer, stream, head) for stream, head in (~rows).nonzero().tolist()}
 
-    def _note_swapped(self, layer: int, errors: Tensor, alike: Tensor) -> Tensor:
-        """Note the compared rows whose error exceeds the allowed error. errors: [B, Q, 2]; alike: [B, H] bool -> [B, H] bool."""
-        relative = (errors[..., 0] / (2 * errors[..., 1]).clamp(min=1)).unflatten(1, (alike.shape[1], -1)).amax(-1)
-        swapped = ((relative > 1) & relative.isfinite()).to(alike.device) & alike
+    def _note_swapped(self, layer: int, errors: Tensor, counted: Tensor, alike: Tensor) -> Tensor:
+        """Note the compared rows that err in a few tokens of a block alone.
+
+        Args:
+            errors: largest errors of candidate and reference. [B, Q, 2].
+            counted: largest error of the candidate over the tokens that count. [B, Q].
+            alike: rows that are compared. [B, H] bool.
+
+        Returns:
+            Rows that were noted. [B, H] bool.
+        """
+        allowed = (2 * errors[..., 1]).clamp(min=1)
+        of_rows = [(x / allowed).unflatten(1, (alike.shape[1], -1)).amax(-1) for x in (errors[..., 0], counted)]
+        swapped = ((of_rows[0] > 1) & of_rows[0].isfinite() & (of_rows[1] <= 1)).to(alike.device) & alike
         for stream, head in swapped.nonzero().tolist():
             row = layer, stream, head
-            self._swapped[row] = max(self._swapped.get(row, 0.0), float(relative[stream, head]))
+            self._swapped[row] = max(self._swapped.get(row, 0.0), float(of_rows[0][stream, head]))
         return swapped
 
-    def _relative(self, x: Tensor, exact: Tensor, dtype: torch.dtype, swaps: bool) -> Tensor:
+    def _relative(self, x: Tensor, exact: Tensor, dtype: torch.dtype, share: float) -> Tensor:
         """Return the error of each head's answers, relative to the tolerance. x, exact: [B, Q, T, Dv] -> [B, Q] float64.
 
-        The tolerance is a share of the head's largest answer; in 16 bits, of the layer's largest answer. swaps: evictions may be
-        swapped.
+        The tolerance is a share of the head's largest answer; in 16 bits, of the layer's largest answer. share: share of the
+        tokens that count, by smallest error.
         """
         x, exact = x.double(), exact.double()
         largest = exact.abs().amax() if self._is_16_bit else exact.abs().amax((-2, -1))[..., None]
         tiny = torch.finfo(torch.float32).tiny  # heads whose values are all zero
         errors = (x - exact).abs().amax(-1) / (rounding_of(dtype) * largest).clamp(min=tiny)
         errors = errors.nan_to_num(torch.inf).sort(-1).values
-        return errors[..., ceil(errors.shape[-1] * (_COUNTED if swaps and self._is_16_bit else 1.0)) - 1]
+        return errors[..., ceil(errors.shape[-1] * share) - 1]
 
     def _held(self, layer: int) -> list[Tensor]:
         """Return the tokens that the rows of a layer hold, for each decoder. [B, H, tokens read] bool each."""

@@ -237,7 +237,7 @@ class MethodCheck:
             if not uncertain or not self._exact:
                 return ""
         if uncertain and uncertain <= verdict.swapped.keys():
-            self.max_error = max(verdict.swapped[row] for row in uncertain)
+            self.max_error = max(self.max_error, *(verdict.swapped[row] for row in uncertain))
             return _ATTENTION_DIFFERS
         return "a head holds other tokens than the plain walk's, whatever is read"
 

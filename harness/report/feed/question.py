@@ -250,6 +250,6 @@ def _by_eviction(measure: Measure, subject: list[Record], companions: list[Recor
 
 def poolable(records: Sequence[Record]) -> list[Record]:
     """Leave out tasks whose right answers must not be added up, such as query-aware and query-blind answers."""
-    manners = {(r.cell.task.name, repr([r.cell.options.get(name) for name in r.cell.task.never_pooled_over])) for r in records}
-    variants = Counter(name for name, _ in manners)
+    distinct = {(r.cell.task.name, repr([r.cell.options.get(name) for name in r.cell.task.never_pooled_over])) for r in records}
+    variants = Counter(name for name, _ in distinct)
     return [r for r in records if variants[r.cell.task.name] == 1]
