@@ -96,14 +96,15 @@ class D2O(Merging):
         own = 1.0 if self.variant == "official" else e
         zeros = weights.new_zeros(view.rank.shape)
         number = nearest.add(zeros, given)
-        total = (own + (number if self.variant == "official" else nearest.add(zeros, weights)))[..., None]
+        total = nearest.take(own + (number if self.variant == "official" else nearest.add(zeros, weights)))[..., None]
 
         def mixed(x: Tensor) -> Tensor:
-            return nearest.add(own * x, weights[..., None] * evicted.take(x)) / total
+            return nearest.take(nearest.add(own * x, weights[..., None] * evicted.take(x))) / total
 
-        changed = (number > 0)[..., None]
-        values = mixed(view.values.to(nearest.rotated.dtype)).to(view.values.dtype).where(changed, view.values)
-        keys = unrotated(view, mixed(nearest.rotated).to(view.keys.dtype)).where(changed, view.keys)
+        changed = nearest.take(number) > 0
+        values = nearest.put(view.values, mixed(view.values.to(nearest.rotated.dtype)).to(view.values.dtype), changed)
+        rotated = mixed(nearest.rotated).to(view.keys.dtype)
+        keys = nearest.put(view.keys, unrotated(view.rotate, rotated, nearest.take(view.position)), changed)
         known = known.maximum(evicted.real.any((1, 2)).to(known))
         threshold_state = torch.stack([threshold, known], -1)[:, None].expand_as(state)
         return Merged(values, keys, {Threshold(): threshold_state})

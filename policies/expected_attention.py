@@ -101,13 +101,15 @@ class ExpectedAttention(Policy):
 
         Turning the keys back is turning mean and covariance forward: only products of the two are used.
         """
-        to_come = view.step + 1 + torch.arange(self.horizon, device=view.step.device)  # [B, 1, horizon]
-        first_of_pairs = torch.zeros(*to_come.shape, view.keys.shape[-1], device=view.step.device)
-        first_of_pairs[..., ::2] = 1
-        mean = _pairs(view.rotate(first_of_pairs, to_come).mean(-2, keepdim=True))  # [B, 1, 1, P]
-        return torch.view_as_real(_pairs(view.rotated_keys.float()) * mean.conj()).flatten(-2)
+        device = view.step.device
+        ones = torch.zeros(self.horizon, view.keys.shape[-1], device=device)
+        ones[:, ::2] = 1
+        ahead = view.rotate(ones, torch.arange(1, self.horizon + 1, device=device)).mean(0)  # [D]
+        mean = view.rotate(ahead.expand(*view.step.shape, -1).contiguous(), view.step)  # [B, 1, 1, D]
+        (real, imaginary), (a, b) = _pairs(mean), _pairs(view.rotated_keys.float())
+        return torch.stack([a * real + b * imaginary, b * real - a * imaginary], -1).flatten(-2)
 
 
-def _pairs(x: Tensor) -> Tensor:
-    """Every two neighbouring dims as a complex number. [..., D] -> [..., P] complex64."""
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second of every two neighbouring dims. [..., D] -> [..., P] each."""
+    return x[..., ::2], x[..., 1::2]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.policies.policy import Composed, Policy, PositionMode
 from kvbench.policies.statistic import Statistic
-from kvbench.policies.view import CacheView
+from kvbench.policies.view import CacheView, Rotate
 
 _BEYOND_RANKS = 2**40
 
@@ -110,16 +110,26 @@ class Nearest:
 
     def add(self, into: Tensor, x: Tensor) -> Tensor:
         """Add evicted tokens' vectors or numbers to their nearest kept tokens. [B, H, S, ...], [B, H, E, ...] -> as `into`."""
-        slot = self.slot.view(*self.slot.shape, *[1] * (x.dim() - 3)).expand(x.shape)
-        return into.scatter_add(2, slot, x)
+        return into.scatter_add(2, self._slot_of(x), x)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Vectors or numbers of the nearest kept tokens. [B, H, S, ...] -> [B, H, E, ...]."""
+        return x.take_along_dim(self.slot.view(*self.slot.shape, *[1] * (x.dim() - 3)), 2)
+
+    def put(self, into: Tensor, x: Tensor, changed: Tensor) -> Tensor:
+        """Replace vectors of nearest kept tokens that `changed`. [B, H, S, D], [B, H, E, D], [B, H, E] bool -> as `into`."""
+        return into.scatter(2, self._slot_of(x), x.where(changed[..., None], self.take(into)))
+
+    def _slot_of(self, x: Tensor) -> Tensor:
+        return self.slot.view(*self.slot.shape, *[1] * (x.dim() - 3)).expand(x.shape)
 
 
-def unrotated(view: CacheView, rotated: Tensor) -> Tensor:
-    """Turn keys back from their positions in the stream. [B, H, S, D] -> [B, H, S, D].
+def unrotated(rotate: Rotate, rotated: Tensor, position: Tensor) -> Tensor:
+    """Turn keys back from their positions in the stream. [B, H, E, D], [B, H, E] int64 -> [B, H, E, D].
 
     Paired dims are neighbours, so a rotation is a product with a complex number, and the way back is the product with its
     conjugate.
     """
     mirror = torch.ones(rotated.shape[-1], dtype=rotated.dtype, device=rotated.device)
     mirror[1::2] = -1
-    return view.rotate(rotated * mirror, view.position.clamp(min=0)) * mirror
+    return rotate(rotated * mirror, position.clamp(min=0)) * mirror

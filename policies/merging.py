@@ -39,6 +39,6 @@ class ValueMerging(Merging):
         weights = nearest.similarity.clamp(min=0) * (nearest.similarity >= self.threshold) * evicted.real
         norm = given.norm(dim=-1)
         weights = weights * norm / (norm + target + _EPSILON)
-        total = nearest.add(values.new_zeros(values.shape[:-1]), weights)[..., None]
-        merged = nearest.add(values, weights[..., None] * given) / (1 + total)
-        return Merged(merged.to(view.values.dtype).where(total > 0, view.values))
+        total = nearest.take(nearest.add(values.new_zeros(values.shape[:-1]), weights))
+        merged = nearest.take(nearest.add(values, weights[..., None] * given)) / (1 + total[..., None])
+        return Merged(nearest.put(view.values, merged.to(view.values.dtype), total > 0))

@@ -103,9 +103,9 @@ class TriAttention(Policy):
         centres = self._centres(view)
         query, lacking = centres[..., :2], centres[..., 2] - centres[..., :2].norm(dim=-1)
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=view.step.device)
-        at = (view.step + 1)[..., None] + offsets  # [B, 1, 1, offsets]
         copies = query.flatten(-2)[..., None, :].expand(*centres.shape[:3], len(offsets), -1).contiguous()
-        to_come = view.rotate(copies, at.expand(copies.shape[:-1])).mean(-2)  # [B, H, G, D]
+        ahead = view.rotate(copies, offsets.expand(copies.shape[:-1])).mean(-2)  # [B, H, G, D]
+        to_come = view.rotate(ahead, (view.step + 1).expand(ahead.shape[:-1]))
         keys = view.rotated_keys.float()
         return to_come @ keys.mT + lacking @ keys.unflatten(-1, (-1, 2)).norm(dim=-1).mT
 

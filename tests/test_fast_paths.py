@@ -214,11 +214,6 @@ def test_a_users_own_policy_is_compiled_too():
     assert fast.kept() == plain.kept()
 
 
-class Turned(Window):
-    def importance(self, view: CacheView):
-        return view.rotate(view.values, view.position).sum(-1)
-
-
 class Solved(Window):
     def importance(self, view: CacheView):
         return torch.linalg.pinv(view.keys.float()).sum(2)
@@ -232,7 +227,6 @@ class Branching(Window):
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (Turned(), "a rotation of other vectors than the keys held"),
         (Solved(), "'linalg_pinv' of a tensor"),
         (Branching(), "a branch that depends on a tensor"),
     ],

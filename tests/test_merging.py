@@ -4,15 +4,16 @@ import itertools
 import math
 import statistics
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
-from factories import CLOSE, MODES, chooser, uniform_number
-from helpers import H2O, CacheConfig, CachedDecoder, SinkWindow, SnapKV, in_blocks, model_of, tokens_of
+from factories import CLOSE, MODES, chooser, needs_compiler, uniform_number
+from helpers import H2O, CacheConfig, CachedDecoder, SinkWindow, SnapKV, adopt, in_blocks, model_of, tiny_model, tokens_of
 from reference import Held, ListBackend, oldest
+from test_traced_policies import check
 from torch import Tensor
 
 from kvbench.harness.engine.method import EAGER, FASTEST, RAN, TOKEN_BY_TOKEN
@@ -288,10 +289,14 @@ def test_heads_that_hold_different_numbers_merge_in_every_method():
     assert (losses[0] - dropped).abs().max() > 1e-3
 
 
-def test_blocks_are_read_by_compiled_steps():
-    config = CacheConfig(ValueMerging(HEAVY), CAPACITY)
-    read = CachedDecoder(model_of("llama"), config, method=FASTEST)
-    assert read.walks[0].plain_because == "no kernel merges evicted tokens"
+class Branching(Nothing):
+    def merge(self, view, evicted):
+        return Merged(view.values if view.step.max() > 3 else 2 * view.values)
+
+
+def test_blocks_of_a_merge_that_can_not_be_compiled_are_read_by_compiled_steps():
+    read = CachedDecoder(model_of("llama"), CacheConfig(Branching(HEAVY), CAPACITY), method=FASTEST)
+    assert read.walks[0].plain_because == "a branch that depends on a tensor can't be compiled"
     before = RAN["compiled steps"]
     in_blocks(read, tokens_of(40), 40)
     assert RAN["compiled steps"] > before
@@ -335,12 +340,11 @@ def test_a_merge_of_another_shape_is_refused():
         read_by(OneHead(HEAVY), tokens_of(20), 1)
 
 
-def test_sliding_window_tokens_are_dropped_not_merged():
-    """Tokens behind a model's window leave the cache without a trace: dense attention in the window gives the same logits."""
-    model, tokens = model_of("mistral", DOUBLE), tokens_of(40)
-    policies = Nothing(HEAVY), replace(ValueMerging(HEAVY), threshold=0.0)
-    room = [shape.sliding_window for shape in model.layers]
-    if not any(room):
-        pytest.skip("no family with a window here")
-    outputs = [in_blocks(CachedDecoder(model, CacheConfig(p, 64)), tokens, 8) for p in policies]
-    assert torch.equal(*outputs)
+@needs_compiler
+@pytest.mark.parametrize("window", [8, 16])
+def test_what_a_sliding_window_hides_is_dropped_not_merged(window):
+    """With 12 slots, a window of 8 hides every token that leaves; one of 16 hides some."""
+    model, tokens = adopt(tiny_model("mistral", vocab_size=96, sliding_window=window)), tokens_of(40)
+    check(ValueMerging(HEAVY), CAPACITY, [20, 9, 5, 1, 1, 6], 2, model=model, offers=["compiled walk"])
+    outputs = [in_blocks(CachedDecoder(model, CacheConfig(p, CAPACITY)), tokens, 8) for p in (HEAVY, ValueMerging(HEAVY))]
+    assert torch.equal(*outputs) == (window == 8)

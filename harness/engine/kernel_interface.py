@@ -105,6 +105,7 @@ class WalkKernel(Protocol):
         ordered: bool,
         tokens_before: int,
         written: Mapping[Statistic, Tensor] | None = None,
+        unrotated: Tensor | None = None,
     ) -> Tensor:
         """Walk a block of streams of equal length.
 
@@ -118,6 +119,7 @@ class WalkKernel(Protocol):
             ordered: the slots hold their tokens oldest first.
             tokens_before: tokens before the block.
             written: first values, for statistics that compute them. [N, T, *k] each.
+            unrotated: the unrotated query, if a statistic sees it, and the kernel does not rotate. [B, H, G, T, D].
 
         Returns:
             [B, H, G, T, Dv], dtype of the values.

@@ -140,15 +140,16 @@ class Shortcuts:
 
     def walk_by_kernel(self, plan: CompiledWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Walk a block by a kernel."""
-        rows, scaling, own = self._rows(plan.attended, layer), terms.scaling, plan.query_factors
+        rows, scaling, own, unrotated = self._rows(plan.attended, layer), terms.scaling, plan.query_factors, None
         if plan.kernel.rotates:
             query = query.unflatten(1, (keys.shape[1], -1))
         else:
             query, keys = self._paired(query, keys)
+            unrotated = query if "queries" in self._slots.sees else None
             query = query * scaling if own is None else own.rotated(query, scaling)
         RAN["compiled walk"] += 1
-        written = self._written(plan, rows, keys, values)
-        out = plan.kernel(self._slots, rows, layer, query, keys, values, scaling, plan.ordered, plan.tokens_before, written)
+        before, written = (plan.ordered, plan.tokens_before), self._written(plan, rows, keys, values)
+        out = plan.kernel(self._slots, rows, layer, query, keys, values, scaling, *before, written, unrotated)
         return out.flatten(1, 2)
 
     def walk_by_steps(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:

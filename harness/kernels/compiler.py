@@ -22,7 +22,6 @@ from kvbench.harness.core.user_cache import private_folder, why_unsafe
 from kvbench.harness.kernels.policy_program import ARRAYS, Layout, Programs, programs
 from kvbench.harness.kernels.tracing import NotTraceableError, traced
 from kvbench.policies import HeadSizes, Policy
-from kvbench.policies.merges import Merging
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 120
@@ -41,9 +40,10 @@ _FLAGS = [  # sums may be reordered, but infinities and NaN keep their meaning
 ]
 
 _NO_EXPRESSIONS = dict.fromkeys(("NUMBERS", "MOST_READ", "WIDTHS", "IMPORTANCE", "UPDATES"), "0")
-_NO_PROGRAMS = dict.fromkeys(
-    ("PROGRAMS", "SUMS", "SCRATCH", "RANKS_READ", "LOGITS_READ", "KEYS_WIDTH", "ROTATED_WIDTH", "TERMS_WIDTH", "SUM_OF_TERM"), "0"
-) | {"TOGETHER": "1", "PROGRAM_TEXTS": ""}  # fmt: skip
+_NO_PROGRAMS = dict.fromkeys((
+    "PROGRAMS", "SUMS", "SCRATCH", "RANKS_READ", "LOGITS_READ", "MERGES", "MERGED_WIDTH", "FREQUENCIES", "KEYS_WIDTH",
+    "ROTATED_WIDTH", "TERMS_WIDTH", "SUM_OF_TERM",
+), "0") | {"TOGETHER": "1", "PROGRAM_TEXTS": ""}  # fmt: skip
 _ARRAYS = "\n".join(f"void *const {name} = (void *)a.{name}; (void){name};" for name in ARRAYS)
 
 
@@ -102,7 +102,7 @@ def built_of(policy: Policy, template: str, name: str) -> Built:
 
 def built_of_programs(found: Programs, template: str, name: str) -> Built:
     """Build a function from a C file and the programs of a policy."""
-    functions = (("update", found.update), ("importance", found.importance))
+    functions = (("update", found.update), ("importance", found.importance), ("merge", found.merge))
     texts = (f"static void {name}_program(Arrays a, char *scratch) {{\n{_ARRAYS}\n{x.text}\n}}" for name, x in functions)
     parts = _NO_EXPRESSIONS | {
         "NUMBERS": str(found.numbers),
@@ -112,6 +112,9 @@ def built_of_programs(found: Programs, template: str, name: str) -> Built:
         "SCRATCH": str(max(x.scratch for _, x in functions)),
         "RANKS_READ": str(int("rank" in found.reads)),
         "LOGITS_READ": str(int("logits" in found.reads)),
+        "MERGED_WIDTH": str(found.widths[0] * found.merges_keys),
+        "FREQUENCIES": ", ".join(map(str, found.frequencies)) or "0",
+        "MERGES": str(int(bool(found.merge.text))),
         "PROGRAM_TEXTS": "\n\n".join(["#include <tgmath.h>", *texts]),
         "SUM_OF_TERM": ", ".join(map(str, found.terms)) or "0",
     }
@@ -139,8 +142,6 @@ def why_untraced(policy: Policy) -> str:
 
 def why_not(policy: Policy) -> str:
     """Return the reason that a bound policy has no compiled walk on this machine; empty if it has one."""
-    if isinstance(policy, Merging):
-        return "no kernel merges evicted tokens"
     because = why_untraced(policy)
     if not because:
         return built_of(policy, "walk.c", "walk").why_not

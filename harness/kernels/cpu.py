@@ -22,6 +22,7 @@ from kvbench.harness.kernels.cpu_walk import CpuWalkKernel, why_not_walked
 from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
 from kvbench.harness.kernels.tracing import traced
 from kvbench.policies import PositionMode
+from kvbench.policies.merges import Merging
 from kvbench.policies.view import mixed_seed
 
 __all__ = ["KERNELS", "CpuReleaseKernel", "CpuStepKernel", "CpuWalkKernel", "lost", "why_not_walked", "why_unserved"]
@@ -150,6 +151,8 @@ class CpuReleaseKernel:
     def built(cls, slots: Slots) -> Built:
         """Build the C function. Slots with statistics per head, or without a kernel, get neither function nor reason."""
         if slots.capacity is None or any(s.per == "head" for s in slots.tensors.states) or why_unserved(slots):
+            return Built()
+        if isinstance(slots.policy, Merging):
             return Built()
         if cls._is_traceable(slots):
             return built_of(slots.policy, "release.c", "release")

@@ -28,6 +28,7 @@ from kvbench.harness.kernels.states import (
     why_unserved,
 )
 from kvbench.policies import HeadSizes, PositionMode
+from kvbench.policies.merges import Merging
 from kvbench.policies.view import mixed_seed
 
 _MAX_TABLE_ANGLES = 2**18
@@ -61,10 +62,17 @@ class _Candidates(NamedTuple):
         found = rows.written(self.keys, self.values, self.position, torch.zeros_like(self.position))
         return torch.cat([found[s].flatten(2) for s in rows.summed], 2)
 
-    def survive(self, rows: Rows, position: Tensor) -> None:
-        """Store the tokens at these positions in the rows. position: [N, n] int64."""
+    def survive(self, rows: Rows, position: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
+        """Store the tokens at these positions in the rows.
+
+        Args:
+            position: [N, n] int64.
+            keys: of these tokens, if they were merged. [N, n, D].
+            values: likewise. [N, n, E].
+        """
         index = torch.searchsorted(self.position, position)[..., None]
-        rows.put(self.keys.take_along_dim(index, 1), self.values.take_along_dim(index, 1), position)
+        keys, values = (x.take_along_dim(index, 1) if y is None else y for x, y in ((self.keys, keys), (self.values, values)))
+        rows.put(keys, values, position)
 
 
 class _Stores(NamedTuple):
@@ -116,7 +124,7 @@ class CpuWalkKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 16, *[ctypes.c_int64] * 19]
+        kernel.argtypes = [*[ctypes.c_void_p] * 17, *[ctypes.c_int64] * 19]
         return cls(slots, mode, limit, kernel, programs(slots.policy, _layout(slots)) if why_untraced(slots.policy) else None)
 
     @staticmethod
@@ -135,7 +143,7 @@ class CpuWalkKernel:
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, tokens_before: int, written: FirstValues | None = None,
+        ordered: bool, tokens_before: int, written: FirstValues | None = None, unrotated: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length. Arguments and result are those of `kernel_interface.WalkKernel`.
 
@@ -154,10 +162,11 @@ class CpuWalkKernel:
         kept = self._kept(rows, candidates, count, slots.num_slots)
         stores = _Stores.fill(by_pair, candidates, count, slots.num_slots)
         first, out = first_values(rows, written, tokens), torch.empty(tokens, size, group, dims)
+        queries = torch.empty(0) if unrotated is None else unrotated.flatten(0, 1).permute(2, 0, 1, 3).float().contiguous()
         arrays = (
             query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
             by_pair[:, count:].permute(0, 1, 3, 2).contiguous(), values.reshape(size, tokens, dims).float().contiguous(),
-            *stores, first, heads_of(rows), prompts_of(rows), self._cosine, self._sine, out, sums,
+            *stores, first, heads_of(rows), prompts_of(rows), self._cosine, self._sine, out, queries, sums,
         )  # fmt: skip
         addresses = ((ctypes.c_void_p * 3)(*(x.data_ptr() for x in tensors)) for tensors in kept)
         failed = self._kernel(
@@ -167,7 +176,9 @@ class CpuWalkKernel:
         )  # fmt: skip
         if failed:
             raise MemoryError("no scratch memory for the compiled walk")
-        candidates.survive(rows, stores.position[:, :left].contiguous())
+        merged_keys = kept[0][0][:, :left] if self._programs is not None and self._programs.merges_keys else None
+        merged_values = stores.values[..., :left].mT if isinstance(slots.policy, Merging) else None
+        candidates.survive(rows, stores.position[:, :left].contiguous(), merged_keys, merged_values)
         for i, number in enumerate(numbers_of(rows)):
             number[:, :left] = stores.state[:, i, :left]
         put_sums(rows, sums)
@@ -208,8 +219,9 @@ def why_not_walked(slots: Slots) -> str:
 def _layout(slots: Slots) -> Layout:
     """Return the sizes of a program for all slots of a head, or of all heads of a layer."""
     shape = slots.shape
-    heads = shape.heads if slots.policy.scope == "layer" else 1
-    return Layout(heads, slots.num_slots, HeadSizes(shape.group, shape.key_dim, shape.value_dim), slots.num_layers, slots.seed)
+    heads, sizes = shape.heads if slots.policy.scope == "layer" else 1, HeadSizes(shape.group, shape.key_dim, shape.value_dim)
+    frequencies = () if shape.rotation is None else tuple(shape.rotation.frequencies.tolist())
+    return Layout(heads, slots.num_slots, sizes, slots.num_layers, slots.seed, frequencies, slots.every, shape.sliding_window)
 
 
 def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:

@@ -301,6 +301,7 @@ class CudaWalkKernel:
         ordered: bool,
         tokens_before: int,
         written: FirstValues | None = None,
+        unrotated: Tensor | None = None,
     ) -> Tensor:
         """Walk a block of streams of equal length. Arguments and result are those of `kernel_interface.WalkKernel`."""
         tokens = keys.shape[2]

@@ -1,15 +1,17 @@
-"""Translate a bound policy that compares slots or heads to two programs in C: the `update` of its statistics, and its importance.
+"""Translate a bound policy that compares slots or heads, or merges evicted tokens, to programs in C.
+
+They compute the `update` of its statistics, its importance, and the merge.
 
 A program computes the slots of one head, or of all heads of a layer under scope `layer`. Its arrays are those of walk.c, which
 calls it: tokens are ordered oldest first, so that a token's index is its rank.
 
 Axis letters: H KV heads of a program, G query heads of a KV head, S slots, D key dim, E value dim, K numbers of the statistics
-per slot, M numbers of the statistics per head.
+per slot, M numbers of the statistics per head, V tokens evicted at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -23,11 +25,14 @@ from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.tensor_code import Source, source_of
 from kvbench.harness.kernels.tensor_program import Recorder
 from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
+from kvbench.policies.merges import Evicted, Merging
+from kvbench.policies.view import Rotate, unrotated
 
 _MAX_NUMBERS = 2**16  # of the statistics, per slot or head
 ARRAYS = (  # in the order of `Arrays` in program.h
     "position", "rank", "step", "layer", "head", "prompt", "keys", "rotated", "values", "state", "sums", "weights", "logits",
-    "outputs", "worth",
+    "outputs", "queries", "worth", "evicted",
+    "merged",
 )  # fmt: skip
 
 
@@ -40,6 +45,9 @@ class Layout(NamedTuple):
         sizes: sizes of a KV head.
         num_layers: layers of the model.
         seed: seed of the cell.
+        frequencies: of RoPE, in radians per position; empty without RoPE. P numbers.
+        evicted: V.
+        window: sliding window of the layer; None if there is none.
     """
 
     heads: int
@@ -47,6 +55,9 @@ class Layout(NamedTuple):
     sizes: HeadSizes
     num_layers: int
     seed: int
+    frequencies: tuple[float, ...] = ()
+    evicted: int = 1
+    window: int | None = None
 
 
 class Programs(NamedTuple):
@@ -55,25 +66,35 @@ class Programs(NamedTuple):
     Attributes:
         update: changes the arrays `state` and `sums`.
         importance: sets the array `worth`.
+        merge: changes the arrays `values`, `state` and `sums` and, if it merges keys, sets `merged`, before the tokens at
+            `evicted` leave; empty if nothing is merged.
         heads: KV heads that are computed together, H.
         numbers: numbers of the statistics per slot, K.
         sums: numbers of the statistics per head, M.
         widths: floats that are kept with every token: of its key, of its rotated key, and its terms of sums.
         terms: index in the sums of each term.
+        frequencies: those of the layout.
     """
 
     update: Source
     importance: Source
+    merge: Source
     heads: int
     numbers: int
     sums: int
-    widths: tuple[int, int, int]
+    widths: tuple[int, ...]
     terms: tuple[int, ...]
+    frequencies: tuple[float, ...]
+
+    @property
+    def merges_keys(self) -> bool:
+        """Whether the merge changes keys."""
+        return "merged" in self.merge.reads
 
     @property
     def reads(self) -> frozenset[str]:
         """Names of the arrays that a program reads or changes."""
-        return self.update.reads | self.importance.reads
+        return self.update.reads | self.importance.reads | self.merge.reads
 
 
 @dataclass
@@ -108,14 +129,22 @@ class _View(CacheView):
             prompt=prompt,
             num_layers=layout.num_layers,
             seed=layout.seed,
-            rotate=_refused,
+            rotate=_rotation(layout.frequencies),
             full=full,
             rotated=arrays["rotated"].view(*shape, sizes.key_dim),
         )
 
 
-def _refused(*_: Tensor) -> Tensor:
-    raise NotTraceableError("a rotation of other vectors than the keys held")
+def _rotation(frequencies: Sequence[float]) -> Rotate:
+    """Return RoPE as operations that can be compiled."""
+
+    def rotate(x: Tensor, position: Tensor) -> Tensor:
+        angle = position[..., None].double() * torch.tensor(frequencies, dtype=torch.float64)
+        cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], -1).flatten(-2)
+
+    return rotate if frequencies else unrotated
 
 
 def programs(policy: Policy, layout: Layout) -> Programs:
@@ -139,22 +168,21 @@ def _traced(policy: Policy, layout: Layout) -> Programs:
     shapes = {s: tuple(s.shape(sizes)) for s in dict.fromkeys(policy.statistics)}
     if any(prod(shape) > _MAX_NUMBERS for shape in shapes.values()):
         raise NotTraceableError(f"a statistic of more than {_MAX_NUMBERS} numbers")
-    if any("queries" in s.sees for s in shapes):
-        raise NotTraceableError("a statistic that sees queries")
     numbers, sums = (sum(prod(shape) for s, shape in shapes.items() if s.per == per) for per in ("slot", "head"))
     of_heads = {
         "keys": (slots, sizes.key_dim), "rotated": (slots, sizes.key_dim), "values": (sizes.value_dim, slots),
         "state": (numbers, slots), "weights": (sizes.group, slots), "logits": (sizes.group, slots),
-        "outputs": (sizes.group, sizes.value_dim), "worth": (slots,),
+        "outputs": (sizes.group, sizes.value_dim), "queries": (sizes.group, sizes.key_dim), "worth": (slots,),
+        "merged": (slots, sizes.key_dim),
     }  # fmt: skip
     # Example values, as in a cache that is full: a policy may use them as indices.
     arrays = {name: torch.rand(heads, *shape) for name, shape in of_heads.items()}
     arrays["sums"] = torch.rand(heads, sums, dtype=torch.float64)
     arrays |= {name: torch.arange(heads * slots) % slots for name in ("position", "rank")}
     arrays |= {"step": torch.tensor([slots - 1]), "layer": torch.tensor([0]), "prompt": torch.tensor([0])}
-    arrays["head"] = torch.arange(heads)
+    arrays["head"], arrays["evicted"] = torch.arange(heads), torch.arange(layout.evicted).repeat(heads)
     states = _states(arrays, shapes)
-    attention = Attention(**{name: arrays[name][None] for name in ("weights", "logits", "outputs")})
+    attention = Attention(**{name: arrays[name][None] for name in ("weights", "logits", "outputs", "queries")})
 
     def update() -> None:
         view = _View.of(arrays, layout, states, full=False)
@@ -166,11 +194,29 @@ def _traced(policy: Policy, layout: Layout) -> Programs:
         worth = policy.importance(_View.of(arrays, layout, states, full=True))
         arrays["worth"].copy_(worth.expand(1, heads, slots)[0])
 
-    programs = _recorded(update, arrays), _recorded(importance, arrays)
-    reads = programs[0].reads | programs[1].reads
+    def merge() -> None:
+        if isinstance(policy, Merging):
+            _merge(policy, _View.of(arrays, layout, states, full=True), arrays, layout.window)
+
+    programs = _recorded(update, arrays), _recorded(importance, arrays), _recorded(merge, arrays)
+    reads = frozenset[str]().union(*(program.reads for program in programs))
     terms = _terms(shapes)
-    widths = sizes.key_dim * ("keys" in reads), sizes.key_dim * ("rotated" in reads), len(terms)
-    return Programs(*programs, heads, numbers, sums, widths, terms)
+    widths = tuple(sizes.key_dim * (not reads.isdisjoint((name, "merged"))) for name in ("keys", "rotated"))
+    return Programs(*programs, heads, numbers, sums, (*widths, len(terms)), terms, layout.frequencies)
+
+
+def _merge(policy: Merging, view: CacheView, arrays: dict[str, Tensor], window: int | None) -> None:
+    """Merge the tokens at `evicted` into the others. window: sliding window of the layer."""
+    slots = arrays["evicted"].view(*view.rank.shape[:2], -1)
+    all_real = torch.ones(slots.shape, dtype=torch.bool)
+    kept = torch.ones(view.rank.shape, dtype=torch.bool).scatter(-1, slots, ~all_real)
+    real = all_real if window is None else view.age.gather(-1, slots) < window - 1
+    merged = policy.merge(view, Evicted(slots, real, kept))
+    if merged.keys is not None:
+        arrays["merged"].copy_(merged.keys[0])
+    view.values.copy_(merged.values)
+    for statistic, state in merged.states.items():
+        view.states[statistic].copy_(state)
 
 
 def _terms(shapes: dict[Statistic, tuple[int, ...]]) -> tuple[int, ...]:

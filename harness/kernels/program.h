@@ -1,25 +1,30 @@
 /* Programs of a policy, for all slots of TOGETHER rows at once. This is a template: compiler.py inserts the programs.
 
-   Axis letters: H rows of a program, G query heads of a KV head, S slots, D key dim, E value dim, W numbers kept with a token. */
+   Axis letters: H rows of a program, G query heads of a KV head, S slots, D key dim, E value dim, W numbers kept with a token,
+   V tokens evicted at once. */
 
 #define PROGRAMS PROGRAMS_OF_POLICY
 
 enum { TOGETHER = TOGETHER_OF_POLICY, SUMS = SUMS_OF_POLICY, SCRATCH = SCRATCH_OF_POLICY };
 enum { RANKS_ARE_READ = RANKS_READ_OF_POLICY, LOGITS_ARE_READ = LOGITS_READ_OF_POLICY };
+enum { MERGES = MERGES_OF_POLICY, MERGED_WIDTH = MERGED_WIDTH_OF_POLICY };
 enum { KEYS_WIDTH = KEYS_WIDTH_OF_POLICY, ROTATED_WIDTH = ROTATED_WIDTH_OF_POLICY, TERMS_WIDTH = TERMS_WIDTH_OF_POLICY };
 
 static const int64_t KEPT_WIDTHS[3] = {KEYS_WIDTH, ROTATED_WIDTH, TERMS_WIDTH};
 static const int64_t SUM_OF_TERM[TERMS_WIDTH + !TERMS_WIDTH] = {SUM_OF_TERM_OF_POLICY};
 
 /* Arrays of a program. position, rank: [H, S]; step, layer, prompt: one number; head: [H]; keys, rotated: [H, S, D]; values: [H, E, S];
-   state: [H, NUMBERS, S]; sums: [H, SUMS]; weights, logits: [H, G, S]; outputs: [H, G, E]; worth: [H, S]. */
+   state: [H, NUMBERS, S]; sums: [H, SUMS]; weights, logits: [H, G, S]; outputs: [H, G, E]; queries: unrotated, [H, G, D]; worth: [H, S]; evicted: [H, V];
+   merged: receives unrotated keys, [H, S, D]. */
 typedef struct {
     const int64_t *position, *rank, *step, *layer, *head, *prompt;
     const float *keys, *rotated, *values;
     float *state;
     double *sums;
-    const float *weights, *logits, *outputs;
+    const float *weights, *logits, *outputs, *queries;
     float *worth;
+    const int64_t *evicted;
+    float *merged;
 } Arrays;
 
 /* Enters the numbers that are kept with a token, and adds its terms to the sums of its row. row, token, slot: of the token. */
@@ -39,6 +44,25 @@ static inline void forget(float *const *kept, double *sums, int64_t row, int64_t
     for (int i = 0; i < 3; i++)
         if (KEPT_WIDTHS[i])
             close_gaps(kept[i] + row * slots * KEPT_WIDTHS[i], victims, evicted, KEPT_WIDTHS[i] * sizeof(float));
+}
+
+static const double FREQUENCIES[] = {FREQUENCIES_OF_POLICY};  /* of RoPE, in radians per position */
+
+/* Enters merged keys in what is kept with the tokens, and rotated in `keys`, [2, P, S]. merged: [S, D]; at: positions, [S]. */
+static inline void put_merged(const float *merged, float *const *kept, float *keys, const int64_t *at, int64_t row, int64_t slots,
+                              int64_t count) {
+    const int64_t pairs = MERGED_WIDTH / 2;
+    for (int64_t s = 0; s < count; s++) {
+        const float *key = merged + s * MERGED_WIDTH;
+        float *own = kept[0] + (row * slots + s) * MERGED_WIDTH, *turned = kept[1] + (row * slots + s) * MERGED_WIDTH;
+        if (!memcmp(own, key, MERGED_WIDTH * sizeof(float))) continue;
+        memcpy(own, key, MERGED_WIDTH * sizeof(float));
+        for (int64_t p = 0; p < pairs; p++) {
+            const float c = cos(at[s] * FREQUENCIES[p]), i = sin(at[s] * FREQUENCIES[p]);
+            keys[p * slots + s] = turned[2 * p] = key[2 * p] * c - key[2 * p + 1] * i;
+            keys[(pairs + p) * slots + s] = turned[2 * p + 1] = key[2 * p] * i + key[2 * p + 1] * c;
+        }
+    }
 }
 
 /* Returns a place within an axis, so that a policy's indices never leave its arrays. */

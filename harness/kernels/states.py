@@ -15,7 +15,6 @@ from torch import Tensor
 from kvbench.harness.engine.slot_rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Statistic
-from kvbench.policies.merges import Merging
 
 FirstValues = Mapping[Statistic, Tensor]  # first values of a block's tokens, for statistics that compute them. [N, T, *k]
 
@@ -27,8 +26,6 @@ def may_outlive_window(slots: Slots) -> bool:
 
 def why_unserved(slots: Slots) -> str:
     """Return the reason that no kernel does the bookkeeping of these slots under any policy; empty if a kernel may."""
-    if isinstance(slots.policy, Merging):
-        return "no kernel merges evicted tokens"
     if slots.budget.pages is not None:
         return "no kernel evicts whole pages"
     if slots.uneven:

@@ -25,6 +25,7 @@ from kvbench.harness.kernels.expressions import (
 )
 from kvbench.harness.kernels.recording import Traced
 from kvbench.policies import CacheView, HeadSizes, Policy, Statistic
+from kvbench.policies.merges import Merging
 
 __all__ = ["TRITON", "C", "Dialect", "Formulas", "NotTraceableError", "traced"]
 
@@ -168,6 +169,8 @@ def traced(policy: Policy, dialect: Dialect = C) -> Formulas:
     """
     if policy.scope != "slot":
         raise NotTraceableError(f"scope '{policy.scope}'")
+    if isinstance(policy, Merging):
+        raise NotTraceableError("a merge")
     try:
         states, widths = _states(policy.statistics)
         view = _View(states)

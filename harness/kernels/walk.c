@@ -126,12 +126,12 @@ static inline void update_row(float *restrict states, const float *restrict weig
    changed. written: first values of a token's numbers, [N, T, NUMBERS] with any strides. head: index of the head in the model's layer,
    [N]. prompt: prompt length, [N / heads]. rotation: rotation of keys, see above. cosine, sine: see `Shared`. first: step of the first
    token. When `full` tokens are held, `every` of them are evicted. window: sliding window of the layer; 0 if none. out: receives the
-   output, [T, N, G, D]. Of programs: sums: numbers per head, [N, SUMS]; kept:
+   output, [T, N, G, D]. Of programs: queries: unrotated, [T, N, G, 2 * P]; null if not read; sums: numbers per head, [N, SUMS]; kept:
    keys, rotated keys and terms of the sums of the `held` tokens, [N, S, width] each; fresh: those of the block, [N, T, width] each. */
 int64_t walk(const float *restrict query, const float *restrict key, const float *restrict value, float *restrict held_key,
              float *restrict held_value, int64_t *restrict position, float *restrict state, const float *restrict written,
              const int64_t *restrict head, const int64_t *restrict prompt, const float *restrict cosine,
-             const float *restrict sine, float *restrict out, double *restrict sums, float *const *kept,
+             const float *restrict sine, float *restrict out, const float *queries, double *restrict sums, float *const *kept,
              const float *const *fresh, int64_t written_row, int64_t written_token, int64_t rows,
              int64_t group, int64_t tokens, int64_t pairs, int64_t slots, int64_t dims, int64_t held, int64_t first,
              int64_t full, int64_t every, int64_t window, int64_t layer, int64_t num_layers, int64_t heads, int64_t seed, int64_t rotation,
@@ -140,9 +140,9 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t n0 = 0; n0 < rows; n0 += TOGETHER) {
-        float *scratch = malloc((TOGETHER * ((1 + LOGITS_ARE_READ) * group + 2) + 3) * slots * sizeof(float));
-        int64_t *angle = malloc(((1 + TOGETHER) * slots + every + 1) * sizeof(int64_t)), *ranks = angle + slots;
-        int64_t *victims = ranks + TOGETHER * slots;
+        float *scratch = malloc((TOGETHER * ((1 + LOGITS_ARE_READ) * group + 2 + MERGED_WIDTH) + 3) * slots * sizeof(float));
+        int64_t *angle = malloc(((1 + TOGETHER) * slots + TOGETHER * every + 1) * sizeof(int64_t)), *ranks = angle + slots;
+        int64_t *evicted = ranks + TOGETHER * slots;  /* one more, for the number of tokens after the last head's */
         char *gone = calloc(slots, 1), *of_programs = aligned_alloc(64, SCRATCH + 64);
         if (!scratch || !angle || !gone || !of_programs) {
             free(scratch); free(angle); free(gone); free(of_programs);
@@ -151,6 +151,7 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
         }
         float *restrict rotated = scratch, *restrict most = scratch + 2 * slots, *restrict worths = scratch + 3 * slots;
         float *restrict weights = worths + TOGETHER * slots, *logits = LOGITS_ARE_READ ? weights + TOGETHER * group * slots : NULL;
+        float *merged = weights + TOGETHER * (1 + LOGITS_ARE_READ) * group * slots;
         int64_t count = held;
         for (int64_t t = 0; t < tokens; t++) {
             const int64_t step = first + t;
@@ -175,7 +176,8 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
             const Arrays arrays = {
                 position + n0 * slots, ranks, &step, &layer, head + n0, prompt + n0 / heads, 
                 kept[0] + n0 * slots * KEYS_WIDTH, kept[1] + n0 * slots * ROTATED_WIDTH,
-                held_value + n0 * dims * slots, state + n0 * NUMBERS * slots, sums + n0 * SUMS, weights, logits, out + (t * rows + n0) * group * dims, worths,
+                held_value + n0 * dims * slots, state + n0 * NUMBERS * slots, sums + n0 * SUMS, weights, logits, out + (t * rows + n0) * group * dims,
+                queries ? queries + (t * rows + n0) * group * 2 * pairs : NULL, worths, evicted, merged,
             };
             update_program(arrays, of_programs);
             if (count == full) importance_program(arrays, of_programs);
@@ -188,25 +190,34 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
 #endif
             if (count < full) continue;
             for (int64_t h = 0; h < TOGETHER; h++) {
-                const int64_t n = n0 + h, *at_h = position + n * slots;
+                const int64_t *restrict at_h = position + (n0 + h) * slots;
                 float *restrict worth = worths + h * slots;
                 if (window)
                     for (int64_t s = 0; s < count; s++) worth[s] = step - at_h[s] >= window - 1 ? -INFINITY : worth[s];
-                int64_t evicted = 0;
-                for (; evicted < every; evicted++) {
-                    int64_t place = evicted;
+                int64_t *victims = evicted + h * every;
+                for (int64_t i = 0; i < every; i++) {
+                    int64_t place = i;
                     const int64_t victim = evict(worth, gone, count);
                     for (; place > 0 && victims[place - 1] > victim; place--) victims[place] = victims[place - 1];
                     victims[place] = victim;
                 }
-                victims[evicted] = count;
-                for (int64_t i = 0; i < evicted; i++) gone[victims[i]] = 0;
+                for (int64_t i = 0; i < every; i++) gone[victims[i]] = 0;
+            }
+#if PROGRAMS
+            if (MERGES) merge_program(arrays, of_programs);
+            for (int64_t n = n0; n < n0 + TOGETHER && MERGED_WIDTH; n++)
+                put_merged(merged + (n - n0) * slots * MERGED_WIDTH, kept, held_key + n * 2 * pairs * slots, position + n * slots, n,
+                           slots, count);
+#endif
+            for (int64_t h = TOGETHER - 1; h >= 0; h--) {  /* last head first: `count` takes a place of the next head's */
+                const int64_t n = n0 + h, *victims = evicted + h * every;
+                evicted[(h + 1) * every] = count;
                 for (int64_t p = 0; p < 2 * pairs; p++)
-                    close_gaps(held_key + (n * 2 * pairs + p) * slots, victims, evicted, sizeof(float));
-                for (int64_t d = 0; d < dims; d++) close_gaps(held_value + (n * dims + d) * slots, victims, evicted, sizeof(float));
-                for (int i = 0; i < NUMBERS; i++) close_gaps(state + (n * NUMBERS + i) * slots, victims, evicted, sizeof(float));
-                close_gaps(position + n * slots, victims, evicted, sizeof(int64_t));
-                forget(kept, sums, n, slots, victims, evicted);
+                    close_gaps(held_key + (n * 2 * pairs + p) * slots, victims, every, sizeof(float));
+                for (int64_t d = 0; d < dims; d++) close_gaps(held_value + (n * dims + d) * slots, victims, every, sizeof(float));
+                for (int i = 0; i < NUMBERS; i++) close_gaps(state + (n * NUMBERS + i) * slots, victims, every, sizeof(float));
+                close_gaps(position + n * slots, victims, every, sizeof(int64_t));
+                forget(kept, sums, n, slots, victims, every);
             }
             count -= every;
         }
