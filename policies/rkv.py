@@ -86,9 +86,10 @@ class RKV(Policy):
         valid = view.by_rank(view.valid)
         keys = view.by_rank(view.rotated_keys).float().masked_fill(~valid[..., None], 0)
         keys = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
-        slots, total = torch.arange(keys.shape[2], device=keys.device), torch.zeros_like(keys[..., 0])
-        for rows, own in zip(keys.split(_ROWS, 2), slots.split(_ROWS), strict=True):
-            cosine = (rows @ keys.transpose(-1, -2)).masked_fill(slots == own[:, None], 0)
+        slots, total = torch.arange(keys.shape[2], device=keys.device).float(), torch.zeros_like(keys[..., 0])
+        for number, rows in enumerate(keys.split(_ROWS, 2)):
+            cosine = rows @ keys.transpose(-1, -2)
+            cosine.diagonal(number * _ROWS, -2, -1).fill_(0)
             latest = ((cosine > self.similar) * slots).amax(-1, keepdim=True)
             total = total + cosine.masked_fill(slots == latest, 0).sum(-2)
         return (total / view.count).masked_fill(~valid, -inf).softmax(-1)

@@ -89,25 +89,23 @@ static inline void sort_order(const double *key, int64_t *order, int64_t count) 
 
 enum { TILE_ROWS = 4, TILE = 32 };
 
-/* Multiplies matrices. left: [rows, inner]; right: [inner, columns]; out: [rows, columns] with any strides. */
+/* Multiplies matrices. left: [rows, inner], with rows of zeros up to a multiple of TILE_ROWS; right: [inner, columns], with columns up
+   to a multiple of TILE, `width`; out: [rows, columns] with any strides. mirrored: the result is symmetric, since `right` is `left`
+   transposed. */
 #define MULTIPLY(TYPE) \
     static inline void multiply_##TYPE(const TYPE *left, const TYPE *right, TYPE *out, int64_t rows, int64_t inner, int64_t columns, \
-                                       int64_t row_stride, int64_t column_stride) { \
+                                       int64_t width, int64_t row_stride, int64_t column_stride, int mirrored) { \
         for (int64_t i0 = 0; i0 < rows; i0 += TILE_ROWS) \
-            for (int64_t j0 = 0; j0 < columns; j0 += TILE) { \
-                const int64_t height = rows - i0 < TILE_ROWS ? rows - i0 : TILE_ROWS, width = columns - j0 < TILE ? columns - j0 : TILE; \
+            for (int64_t j0 = mirrored ? i0 / TILE * TILE : 0; j0 < columns; j0 += TILE) { \
                 TYPE sum[TILE_ROWS][TILE] = {{0}}; \
-                if (height == TILE_ROWS && width == TILE) { \
-                    for (int64_t k = 0; k < inner; k++) \
-                        for (int i = 0; i < TILE_ROWS; i++) \
-                            for (int j = 0; j < TILE; j++) sum[i][j] += left[(i0 + i) * inner + k] * right[k * columns + j0 + j]; \
-                } else { \
-                    for (int64_t k = 0; k < inner; k++) \
-                        for (int64_t i = 0; i < height; i++) \
-                            for (int64_t j = 0; j < width; j++) sum[i][j] += left[(i0 + i) * inner + k] * right[k * columns + j0 + j]; \
-                } \
-                for (int64_t i = 0; i < height; i++) \
-                    for (int64_t j = 0; j < width; j++) out[(i0 + i) * row_stride + (j0 + j) * column_stride] = sum[i][j]; \
+                for (int64_t k = 0; k < inner; k++) \
+                    for (int i = 0; i < TILE_ROWS; i++) \
+                        for (int j = 0; j < TILE; j++) sum[i][j] += left[(i0 + i) * inner + k] * right[k * width + j0 + j]; \
+                for (int64_t i = i0; i < i0 + TILE_ROWS && i < rows; i++) \
+                    for (int64_t j = j0; j < j0 + TILE && j < columns; j++) { \
+                        out[i * row_stride + j * column_stride] = sum[i - i0][j - j0]; \
+                        if (mirrored) out[j * row_stride + i * column_stride] = sum[i - i0][j - j0]; \
+                    } \
             } \
     }
 MULTIPLY(float)
@@ -116,5 +114,12 @@ MULTIPLY(double)
 /* Equal tokens must be worth the same in every slot: sums keep their order, and no product is fused with a sum. */
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math", "fp-contract=off")
+
+/* Returns exp(x); 0 and infinity beyond the range of `bounded_exponential`. */
+static inline float exponential(float x) {
+    const float y = bounded_exponential(x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x);
+    return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : x == x ? y : x;
+}
+
 PROGRAM_TEXTS_OF_POLICY
 #pragma GCC pop_options

@@ -24,6 +24,7 @@ from kvbench.harness.kernels.tensor_program import Operation, Recorder, address
 
 _MAX_CONSTANTS = 2**16  # numbers of one constant tensor
 _LANES = 16  # of a reduction
+_TILE_ROWS, _TILE = 4, 32  # as in program.h
 _MAX_SCRATCH = 2**28  # bytes, for each thread
 
 
@@ -253,13 +254,16 @@ class _Writer:
         """Multiply matrices, by `multiply` in program.h."""
         a, b, out = *op.args, op.outs[0]
         (size, rows, inner), columns, kind = a.shape, b.shape[2], type_of(out.dtype)
-        body = self._locals(left=(kind, rows * inner), right=(kind, inner * columns))
-        for name, x, (first, second) in (("left", a, "ik"), ("right", b, "kj")):
-            sizes = [(first, x.shape[1]), (second, x.shape[2])]
-            loops = " ".join(f"for (int64_t {i} = 0; {i} < {n}; {i}++)" for i, n in sizes)
-            body += f"{loops} {name}[{first} * {x.shape[2]} + {second}] = {self.element(x, ['n', first, second])};\n"
+        height, width = -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _TILE) * _TILE
+        body = self._locals(left=(kind, height * inner), right=(kind, inner * width))
+        for name, x, (first, second), length in (("left", a, "ik", inner), ("right", b, "kj", width)):
+            whole = f"{first} < {x.shape[1]} && {second} < {x.shape[2]}"
+            body += f"for (int64_t {first} = 0; {first} < {height if name == 'left' else inner}; {first}++) "
+            body += f"for (int64_t {second} = 0; {second} < {length}; {second}++) "
+            body += f"{name}[{first} * {length} + {second}] = {whole} ? {self.element(x, ['n', first, second])} : 0;\n"
         target = self.element(out, ["n", "0", "0"])
-        body += f"multiply_{kind}(left, right, &{target}, {rows}, {inner}, {columns}, {out.stride(1)}, {out.stride(2)});"
+        body += f"multiply_{kind}(left, right, &{target}, {rows}, {inner}, {columns}, {width}, "
+        body += f"{out.stride(1)}, {out.stride(2)}, {int(_mirrored(a, b))});"
         self.loops([("n", size)], body, independent=False)
 
 
@@ -272,6 +276,12 @@ _SPECIAL: dict[str, Callable[[_Writer, Operation], None]] = {
     "scatter_add": _Writer.scatter,
     "sort": _Writer.sort,
 }
+
+
+def _mirrored(a: Tensor, b: Tensor) -> bool:
+    """Return whether batches of matrices are views of the same numbers, one of them transposed."""
+    first, second = ((address(x), x.storage_offset(), x.shape, x[0].stride(), x.stride(0) * (len(x) > 1)) for x in (a, b.mT))
+    return first == second
 
 
 def _axis_of(op: Operation) -> int:

@@ -108,6 +108,8 @@ def form_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: to
     if name == "pow" and not whole:
         power = -2 if isinstance(args[1], Tensor) else args[1]
         return {2: "({0} * {0})", 0.5: "sqrt({0})", -1: "(1 / {0})"}.get(power, "pow({0}, {1})")
+    if name == "exp" and dtype == torch.float32:
+        return "exponential({0})"
     if name in _FORMS:
         return _FORMS[name]
     raise NotTraceableError(f"'{name}' of a tensor of {dtype}".replace("torch.", ""))
