@@ -87,7 +87,7 @@ def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
         "from kvbench import CacheView, Policy\n\n\nclass SmallKeys(Policy):\n"
         "    def importance(self, view: CacheView):\n        return -view.keys.float().norm(dim=-1)\n"
     )
-    assert all(f.ok for f in policy_check.check(f"{file}:SmallKeys", capacities=[17]).findings)
+    assert policy_check.check(f"{file}:SmallKeys", capacities=[17]).ok
 
 
 class Near(Policy):
@@ -122,18 +122,14 @@ def checked(monkeypatch, kind, *settings, capacities=()):
     return policy_check.check("theirs", settings, capacities)
 
 
-def wrong(found):
-    return [f for f in found.findings if not f.ok]
-
-
 def test_a_crash_says_where(monkeypatch):
-    (finding,) = wrong(checked(monkeypatch, CrashesWhenBound, capacities=[16]))
-    assert finding.problem.startswith("bind(16) raised ZeroDivisionError: division by zero (test_policy_check.py:")
-    assert finding.problem.endswith(", in bind)")
-    (finding,) = wrong(checked(monkeypatch, BreaksLater, capacities=[16]))
-    assert finding.problem.startswith("it raised OverflowError: thirty (test_policy_check.py:")
-    assert "in importance)" in finding.problem
-    assert any("not in the policy's" in f.problem for f in wrong(checked(monkeypatch, Undeclared, capacities=[16])))
+    (check,) = checked(monkeypatch, CrashesWhenBound, capacities=[16]).failed
+    assert check.evidence.startswith("bind(16) raises ZeroDivisionError: division by zero (test_policy_check.py:")
+    assert check.evidence.endswith(", in bind)")
+    (check,) = checked(monkeypatch, BreaksLater, capacities=[16]).failed
+    assert check.evidence.startswith("it raises OverflowError: thirty (test_policy_check.py:")
+    assert "in importance)" in check.evidence
+    assert any("not in the policy's" in check.evidence for check in checked(monkeypatch, Undeclared, capacities=[16]).failed)
 
 
 @pytest.mark.parametrize("name", default_policies())
@@ -172,8 +168,8 @@ class LateDice(Late):
 )
 def test_a_policy_that_breaks_a_rule_only_later_is_refused(kind, word):
     """They once ran without an error and were in effect a window."""
-    (found,) = broken_rules(kind(), 8)
-    assert word in found.problem
+    (check,) = broken_rules(kind(), 8)
+    assert word in check.evidence
 
 
 @pytest.mark.parametrize(
@@ -199,7 +195,7 @@ def test_a_policy_that_breaks_a_rule_is_refused_and_the_check_says_why(kind, cap
     assert text.startswith(f"my.py:Mine at capacity {capacity} breaks a rule (")
     assert text.endswith(f"'bench policy check my.py:Mine --capacity {capacity}'")
     assert word in text
-    assert any(word in finding.problem for finding in checked(monkeypatch, kind, capacities=[capacity]).findings)
+    assert any(word in check.evidence for check in checked(monkeypatch, kind, capacities=[capacity]).checks)
 
 
 NEAR = """
@@ -237,10 +233,10 @@ def test_our_policies_pass(name, monkeypatch):
     """At an odd capacity, or where their defaults don't fit in, at a large one. How fast they are read is not asked here."""
     monkeypatch.setattr(policy_check, "_tiny", TINY)
     monkeypatch.setattr(policy_check, "_reading", lambda on: "")
-    findings = policy_check.check(name, capacities=[17]).findings
-    if [f.rule for f in findings] == ["it can serve a capacity"]:
-        findings = policy_check.check(name, capacities=[256]).findings
-    assert [f for f in findings if not f.ok] == []
+    result = policy_check.check(name, capacities=[17])
+    if [check.name for check in result.checks] == ["it can serve a capacity"]:
+        result = policy_check.check(name, capacities=[256])
+    assert result.failed == []
 
 
 class Greedy(Policy):
@@ -254,8 +250,8 @@ class Greedy(Policy):
 
 
 def test_a_band_that_is_not_kept_is_found(monkeypatch):
-    (finding,) = wrong(checked(monkeypatch, Greedy, capacities=[16]))
-    assert finding.problem == "after 17 tokens it keeps [1] where its band says [0] (at capacity 16)"
+    (check,) = checked(monkeypatch, Greedy, capacities=[16]).failed
+    assert check.evidence == "after 17 tokens it keeps [1] where its band says [0]"
 
 
 def test_every_step_of_a_check_is_reported_as_it_begins(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.harness.audit import checks_of_calls, checks_of_quality, checks_of_tokens
-from kvbench.harness.audit.case import Case, Outcome, Rule, Verdict, skipped
+from kvbench.harness.audit.case import Case, Rule
 from kvbench.harness.audit.page import html
 from kvbench.harness.audit.subject import Subject, subject_of_factory, subject_of_policy
 from kvbench.harness.audit.trace import Held
 from kvbench.harness.core import plugins
+from kvbench.harness.core.checks import Check, Outcome, Report, outcome_of, skipped
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.engine.foreigncheck import agreeing_attention
 from kvbench.harness.engine.own_attention import attention_by
@@ -35,32 +36,6 @@ _PROBED = 32  # tokens by which the attention function is chosen
 
 
 @dataclass(frozen=True)
-class Check:
-    """Result of one check on one model.
-
-    Attributes:
-        name: name of the check.
-        question: what the check asks.
-        verdict: `pass`, `fail` or `not applicable`.
-        evidence: one line with the numbers that decided.
-        usually: what a failure usually means.
-        model: name of the model.
-    """
-
-    name: str
-    question: str
-    verdict: Verdict
-    evidence: str
-    usually: str
-    model: str
-
-    @property
-    def advice(self) -> str:
-        """What usually causes a failure, as the end of the evidence; empty if the check did not fail."""
-        return f". Usually: {self.usually}" if self.verdict == "fail" else ""
-
-
-@dataclass(frozen=True)
 class Named:
     """A model with its name, and its tokenizer unless its weights are random."""
 
@@ -70,47 +45,24 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Audit:
-    """Results of all checks of one cache.
+class Audit(Report):
+    """Results of all checks of one cache, on every model.
 
     Attributes:
         target: name of the cache.
-        checks: results, by model and in the order of the checks.
         seconds: time that the audit took.
         held: tokens held before every step but the first, by model and step.
     """
 
     target: str
-    checks: list[Check]
     seconds: float
     held: dict[str, dict[int, Held]] = field(default_factory=dict, repr=False)
 
     @property
-    def ok(self) -> bool:
-        """Whether no check failed."""
-        return not self.failed
-
-    @property
-    def failed(self) -> list[Check]:
-        """Results that failed."""
-        return [check for check in self.checks if check.verdict == "fail"]
-
-    def rows(self) -> list[dict[str, str]]:
-        """Return a row per check: verdicts by model, and the evidence of the first model with the worst verdict."""
-        models, rows = list(dict.fromkeys(check.model for check in self.checks)), []
-        for name in dict.fromkeys(check.name for check in self.checks):
-            of_check = [check for check in self.checks if check.name == name]
-            worst = min(of_check, key=lambda check: ("fail", "pass", "not applicable").index(check.verdict))
-            verdicts = {check.model: "-" if check.verdict == "not applicable" else check.verdict for check in of_check}
-            place = f"{worst.model}: " if len(models) > 1 and worst.verdict != "not applicable" else ""
-            rows.append({"check": name} | verdicts | {"evidence": f"{place}{worst.evidence}{worst.advice}"})
-        return rows
-
-    @property
     def summary(self) -> str:
         """Sentence with the number of failed checks, the number of models on which a check failed, and the seconds."""
-        failed, models = len({check.name for check in self.failed}), len({check.model for check in self.failed})
-        names = {check.model for check in self.checks}
+        failed, models = len({check.name for check in self.failed}), len({check.case for check in self.failed})
+        names = {check.case for check in self.checks}
         total = len({check.name for check in self.checks})
         return f"{failed} of {total} checks failed, on {models} of {len(names)} models, in {self.seconds:.0f} s"
 
@@ -125,7 +77,8 @@ class Audit:
 
     def to_json(self) -> str:
         """Return the results as JSON."""
-        checks = [asdict(check) for check in self.checks]
+        fields = ("name", "question", "verdict", "evidence", "usually")
+        checks = [{name: vars(check)[name] for name in fields} | {"model": check.case} for check in self.checks]
         held = {
             model: {step: [[_ranges(tokens) for tokens in heads] for heads in layers] for step, layers in steps.items()}
             for model, steps in self.held.items()
@@ -177,7 +130,7 @@ def audited(subject: Subject, models: Iterable[Named], like: str | None, skip: S
     Raises:
         UserError: there is no such policy or check.
     """
-    names, started, result = [rule.name for rule in RULES], perf_counter(), Audit(subject.name, [], 0)
+    names, started, result = [rule.name for rule in RULES], perf_counter(), Audit([], subject.name, 0)
     for name in skip:
         if name not in names:
             raise UserError(f"--skip {name}: no such check{did_you_mean(name, names)}")
@@ -206,7 +159,7 @@ def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None,
             if rule.name not in skip:
                 outcome = _outcome(rule, case, failed)
                 failed += [rule.name] if outcome.verdict == "fail" else []
-                result.checks.append(Check(rule.name, rule.question, *outcome, rule.usually, model.name))
+                result.checks.append(Check(model.name, rule.name, *outcome, rule.question, rule.usually))
         result.held[model.name] = {p.first: p.held for p in case.decode.passes[1:]}
 
 
@@ -214,7 +167,7 @@ def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
     """Return the outcome of a check. A failure that may follow from an earlier one is not reported as another fault."""
     if case.decode.error and rule.name != "reads":
         return skipped("the text could not be read")
-    outcome = rule.outcome(case)
+    outcome = outcome_of(lambda: rule.find(case))
     cause = next((name for name in rule.follows if name in failed), None)
     if outcome.verdict == "fail" and cause is not None:
         return skipped(f"may follow from {cause}: {outcome.evidence}")

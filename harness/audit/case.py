@@ -1,4 +1,4 @@
-"""Case of an audit (one cache on one model), results that its checks share, and the definition of a check."""
+"""Case of an audit (one cache on one model), what its checks share, and the definition of a check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,46 +14,19 @@ from transformers import Cache, PreTrainedModel
 
 from kvbench.harness.audit.subject import Subject
 from kvbench.harness.audit.trace import FAULTS, Trace, new_faults, trace
+from kvbench.harness.core.checks import Outcome, RefusedError
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.engine.comparison import relative_difference, rounding_of
+from kvbench.harness.engine.comparison import logits_fault, rounding_of
 from kvbench.harness.engine.foreign import longest
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import LayerShape
 
-Verdict = Literal["pass", "fail", "not applicable"]
 _TOKENS = 96  # read if no budget is known
 _PAST_FULL = 33  # tokens read after the cache has been filled twice
 _PROMPT = 16  # tokens
 _MIN_HELD_SHARE = 0.5  # minimum number of tokens held after blocks, relative to the number held after single tokens
 _STORED_EXACTLY = 0.01  # relative difference up to which values count as stored exactly
-
-
-class Outcome(NamedTuple):
-    """Verdict of a check, with its evidence in one line."""
-
-    verdict: Verdict
-    evidence: str
-
-
-def passed(evidence: str) -> Outcome:
-    """Return the outcome of a check that found nothing wrong."""
-    return Outcome("pass", evidence)
-
-
-def failed(evidence: str) -> Outcome:
-    """Return the outcome of a check that found a fault."""
-    return Outcome("fail", evidence)
-
-
-def judged(fault: str, evidence: str) -> Outcome:
-    """Return the outcome of a check that found a fault, or nothing wrong if the fault is empty."""
-    return failed(fault) if fault else passed(evidence)
-
-
-def skipped(reason: str) -> Outcome:
-    """Return the outcome of a check that does not apply."""
-    return Outcome("not applicable", reason)
 
 
 class Case:
@@ -182,9 +155,7 @@ class Case:
 
     def differs(self, logits: Tensor, expected: Tensor, whose: str) -> str:
         """Describe the difference between logits and expected logits; empty if it is within rounding. [..., V], [..., V]."""
-        relative = relative_difference(logits, expected)
-        is_equal = relative <= rounding_of(self.hf.dtype)
-        return "" if is_equal else f"logits differ from those of {whose} by {relative:.2g} of the largest"
+        return logits_fault(logits, expected, rounding_of(self.hf.dtype), whose)
 
     def fault_of(self, blocks: Iterable[int]) -> str:
         """Describe the first fault of reading the text in these blocks; empty if there is none.
@@ -244,10 +215,6 @@ def _longest(subject: Subject, hf: PreTrainedModel) -> float:
     return longest(cache)
 
 
-class RefusedError(Exception):
-    """A cache refuses an optional operation."""
-
-
 @contextmanager
 def refusable(operation: str) -> Iterator[None]:
     """Let a cache refuse an operation in this context, by an exception as transformers' caches raise."""
@@ -273,15 +240,6 @@ class Rule:
     usually: str
     follows: tuple[str, ...]
     find: Callable[[Case], Outcome]
-
-    def outcome(self, case: Case) -> Outcome:
-        """Return the outcome. An exception of a user's cache fails the check."""
-        try:
-            return self.find(case)
-        except RefusedError as refusal:
-            return skipped(str(refusal))
-        except Exception as error:  # a user's cache may raise anything
-            return failed(f"it raises {described(error)}")
 
 
 def check(question: str, usually: str, follows: tuple[str, ...] = ()) -> Callable[[Callable[[Case], Outcome]], Rule]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.audit.attended import UNKNOWN
-from kvbench.harness.audit.case import Case, Outcome, RefusedError, check, failed, judged, passed, refusable, skipped
+from kvbench.harness.audit.case import Case, check, refusable
 from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace, Tracer, new_faults
+from kvbench.harness.core.checks import Outcome, RefusedError, failed, judged, passed, skipped
 
 _BLOCK, _CHUNK, _TURN, _LATER = 8, 24, 9, 12  # tokens
 _PADDING = 5  # tokens

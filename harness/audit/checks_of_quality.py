@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvbench.harness.audit.case import Case, Outcome, check, failed, passed, skipped
+from kvbench.harness.audit.case import Case, check
 from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace, trace
+from kvbench.harness.core.checks import Outcome, failed, passed, skipped
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, watch
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvbench.harness.audit.attended import UNKNOWN
-from kvbench.harness.audit.case import Case, Outcome, check, failed, judged, passed, skipped
+from kvbench.harness.audit.case import Case, check
 from kvbench.harness.audit.trace import FAULTS, Pass, placement
+from kvbench.harness.core.checks import Outcome, failed, judged, passed, skipped
 
 _MOST_ALLOCATED = 1.5  # maximum of allocated bytes, relative to the bytes of the tokens held and of one new token
 

@@ -42,12 +42,12 @@ def html(audit: Audit) -> str:
     """Return the page of an audit."""
     title = escape(f"Audit of {audit.target}")
     parts = [f"<h1>{title}</h1><p>{audit.summary}.</p>"]
-    for model in dict.fromkeys(check.model for check in audit.checks):
+    for model in dict.fromkeys(check.case for check in audit.checks):
         lines = (
             f'<tr><td title="{escape(check.question)}">{check.name}</td><td class="{check.verdict}">{check.verdict}</td>'
             f"<td>{escape(check.evidence)}{escape(check.advice)}</td></tr>"
             for check in audit.checks
-            if check.model == model
+            if check.case == model
         )
         head = "<tr><th>check</th><th>verdict</th><th>evidence</th></tr>"
         parts.append(f"<h2>{escape(model)}</h2><table>{head}{''.join(lines)}</table>")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvbench.harness.cli.output import FILLED, print_rows
+from kvbench.harness.cli.output import FILLED, show_checks
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.files import atomic_write, writable
 
@@ -65,7 +65,7 @@ def audit(
     if as_json:
         click.echo(result.to_json())
     else:
-        print_rows(result.rows(), as_json=False)
+        show_checks(result)
         click.echo(f"bench: {result.summary}", err=True)
     if not result.ok:
         sys.exit(Exit.NO)

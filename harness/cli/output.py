@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import click
 from kvbench.harness.core.shown import visible
 
 if TYPE_CHECKING:
+    from kvbench.harness.core.checks import Report
     from kvbench.harness.records import Problem, Record
     from kvbench.harness.report.closing import Table
 
@@ -97,6 +99,14 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     for row in rows:
         table.add_row(*("" if v is None else escape(visible(v)) for v in row.values()))
     Console().print(table)
+
+
+def show_checks(report: Report) -> None:
+    """Print a row per check and, with --debug, the tracebacks of errors that the code under test raised."""
+    print_rows(report.rows(), as_json=False)
+    for check in report.checks if debugging() else ():
+        if check.error is not None:
+            traceback.print_exception(check.error)
 
 
 def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import traceback
 
 import click
 
-from kvbench.harness.cli.output import debugging
+from kvbench.harness.cli.output import show_checks
 from kvbench.harness.core.errors import Exit
 
 
@@ -49,13 +48,8 @@ def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> 
         click.echo(f"bench: the plug-in {plugin} is {reason}", err=True)
     with steps_view(StderrConsole()) as progress:
         result = checked(name, settings, capacities, progress)
-    for finding in result.findings:
-        state = "-    " if finding.note else "ok   " if finding.ok else "WRONG"
-        detail = finding.problem or finding.note
-        click.echo(f"{state} {finding.rule}{detail and ': '}{detail}")
-        if finding.error is not None and debugging():
-            traceback.print_exception(finding.error)
+    show_checks(result)
     if result.reading:
         click.echo(f"method: {result.reading}")
-    if not all(f.ok for f in result.findings):
+    if not result.ok:
         sys.exit(Exit.NO)

@@ -312,3 +312,9 @@ def relative_difference(logits: Tensor, expected: Tensor) -> float:
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the tolerance for two computations of the same logits or attention, relative to the largest magnitude."""
     return _ROUNDING.get(dtype, _ROUNDING_16_BITS)
+
+
+def logits_fault(logits: Tensor, expected: Tensor, tolerance: float, whose: str) -> str:
+    """Describe how logits differ from those of a reference; empty if within the relative tolerance. [..., V], [..., V]."""
+    relative = relative_difference(logits, expected)
+    return "" if relative <= tolerance else f"logits differ from those of {whose} by {relative:.2g} of the largest"

@@ -7,13 +7,15 @@ A policy that breaks a rule would run and give wrong figures. Every user's polic
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.checks import Check, Outcome, judged, outcome_of, skipped
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.rules.views import (
     LARGEST,
@@ -26,29 +28,15 @@ from kvbench.harness.rules.views import (
     random_view,
     updated,
 )
-from kvbench.policies import Policy
+from kvbench.policies import CacheView, Policy
 
 CPU = torch.device("cpu")
 _CAPACITY_OF_DENSE = 16  # tokens in the caches shown to a policy that never evicts
 _COMPARED = 2**12  # tokens in the caches shown to a policy that compares slots, except one view at its capacity
 _MAX_STEPS = 64
 _MAX_SLOTS_OF_ALL_STEPS = 2**17
+_SEE_ABOVE = skipped("not tried: see above")
 _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
-
-
-@dataclass(frozen=True)
-class RuleResult:
-    """The result of checking one rule."""
-
-    rule: str  # requirement of the interface
-    problem: str = ""  # violation of the rule; empty if the policy follows it
-    note: str = ""  # reason that the rule was not checked; empty if it was
-    error: Exception | SystemExit | None = None  # error that the policy raised, if any
-
-    @property
-    def ok(self) -> bool:
-        """Whether the policy passed, or the rule was not checked."""
-        return not self.problem
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,11 @@ class Case:
     unbound: Policy  # the policy before it was bound
     capacity: int  # capacity of the caches shown to the policy
     device: torch.device = CPU
+
+    @property
+    def label(self) -> str:
+        """Name of the case in reports: the capacity, or "any" for a policy that never evicts."""
+        return str(self.capacity) if self.policy.evicts else "any"
 
     @property
     def steps(self) -> int:
@@ -80,33 +73,27 @@ def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Ca
     return Case(policy.bind(capacity), policy, capacity, device)
 
 
-def tried(rules: Iterable[Rule], on: Case, before: Sequence[RuleResult] = ()) -> list[RuleResult]:
-    """Check rules on a policy. An error of the policy that the results in `before` report is not reported again."""
-    findings: list[RuleResult] = []
-    reported = {f.problem for f in before if f.error is not None}
-    for name, test in rules:
-        try:
-            with torch.inference_mode():  # as in a run
-                problem = test(on)
-            findings.append(RuleResult(name, note="does not apply") if problem is None else RuleResult(name, problem))
-        except (Exception, SystemExit) as error:  # a user's policy may raise anything
-            problem = f"it raised {described(error)}"
-            repeated = problem in reported
-            findings.append(RuleResult(name, note="not tried: see above") if repeated else RuleResult(name, problem, error=error))
-            reported.add(problem)
-    return findings
+def check_rules(rules: Iterable[Rule], on: Case) -> list[Check]:
+    """Check rules on a policy, in order. After a broken rule of `FOUNDATIONS`, other rules are not tried.
+
+    An error of the policy that an earlier rule reported is not reported again.
+    """
+    checks: list[Check] = []
+    for rule in rules:
+        is_baseless = any(check.verdict == "fail" and check.name in dict(FOUNDATIONS) for check in checks)
+        outcome = _SEE_ABOVE if is_baseless else outcome_of(partial(_outcome, rule, on))
+        is_reported = outcome.error is not None and any(check.evidence == outcome.evidence for check in checks)
+        checks.append(Check(on.label, rule[0], *(_SEE_ABOVE if is_reported else outcome)))
+    return checks
 
 
-def cheap_findings(on: Case) -> list[RuleResult]:
-    """Check all rules of this module. If one of `FOUNDATIONS` is broken, the others are skipped."""
-    findings: list[RuleResult] = []
-    for number, (name, test) in enumerate((*FOUNDATIONS, *OTHERS)):
-        broken = number >= 1 and not all(f.ok for f in findings[: len(FOUNDATIONS)])
-        findings += [RuleResult(name, note="not tried: see above")] if broken else tried([(name, test)], on, findings)
-    return findings
+@torch.inference_mode()  # as in a run
+def _outcome(rule: Rule, on: Case) -> Outcome:
+    problem = rule[1](on)
+    return skipped("does not apply") if problem is None else judged(problem)
 
 
-def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[RuleResult]:
+def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[Check]:
     """Return the rules of this module that an unbound policy breaks at a capacity (None: it never evicts).
 
     The largest capacity checked is `LARGEST`. A policy that compares slots is shown one cache at its capacity, and is checked
@@ -117,13 +104,13 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
     try:
         on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
         small = _smaller(on)
-    except ValueError as error:
-        return [] if (capacity or 0) > LARGEST else [RuleResult("it can be bound to the capacity", str(error), error=error)]
     except (Exception, SystemExit) as error:
-        return [RuleResult("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
-    if small is None:
-        return [f for f in cheap_findings(on) if not f.ok]
-    return [f for f in (*cheap_findings(small), *tried([_AT_CAPACITY], on)) if not f.ok]
+        is_refusal = isinstance(error, ValueError)
+        problem = str(error) if is_refusal else f"it raises {described(error)}"
+        too_large = is_refusal and (capacity or 0) > LARGEST
+        return [] if too_large else [Check(str(capacity), "it can be bound to the capacity", "fail", problem, error)]
+    checks = check_rules(RULES, on) if small is None else check_rules(RULES, small) + check_rules([_AT_CAPACITY], on)
+    return [check for check in checks if check.verdict == "fail"]
 
 
 def _smaller(on: Case) -> Case | None:
@@ -141,11 +128,11 @@ def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: to
 
     A policy that raises is let through: its cell fails, and the other cells still run.
     """
-    findings = [] if plugins.is_ours(type(policy)) else broken_rules(policy, capacity, device)
-    first = next((f for f in findings if f.error is None), None)
+    broken = [] if plugins.is_ours(type(policy)) else broken_rules(policy, capacity, device)
+    first = next((check for check in broken if check.error is None), None)
     if first is not None:
         label, option = (name, "") if capacity is None else (f"{name} at capacity {capacity}", f" --capacity {capacity}")
-        raise UserError(f"{label} breaks a rule ({first.rule}): {first.problem}; see 'bench policy check {name}{option}'")
+        raise UserError(f"{label} breaks a rule ({first.name}): {first.evidence}; see 'bench policy check {name}{option}'")
 
 
 def _shape(on: Case) -> str:
@@ -153,7 +140,12 @@ def _shape(on: Case) -> str:
     for statistic, state in view.states.items():
         if state.shape != first_state(statistic, view).shape:
             return f"the state of {type(statistic).__name__} became {list(state.shape)}"
-    out, expected = on.policy.importance(copy.deepcopy(view)), f"{list(view.rank.shape)} torch.float32 on {on.device}"
+    return _misshapen(on.policy.importance(copy.deepcopy(view)), view)
+
+
+def _misshapen(out: object, view: CacheView) -> str:
+    """Describe importance that is not float32 [B, H, S]; empty if it is."""
+    expected = f"{list(view.rank.shape)} torch.float32 on {view.rank.device}"
     if not isinstance(out, Tensor):
         return f"it returned {type(out).__name__}, expected a tensor {expected}"
     if out.shape != view.rank.shape or out.dtype != torch.float32 or out.device != view.rank.device:
@@ -161,15 +153,20 @@ def _shape(on: Case) -> str:
     return ""
 
 
+def _undecided(out: Tensor, evicts: bool, when: str = "") -> str:
+    """Describe importance by which no slot of a full cache can be chosen: NaN, or +inf for all slots; empty if one can be."""
+    if out.isnan().any():
+        return f"importance is NaN{when}"
+    if evicts and (out == torch.inf).all(-1).any():
+        return f"every slot is +inf{when}, so nothing may be evicted: `bind` must refuse a capacity that is too small"
+    return ""
+
+
 def _at_capacity(on: Case) -> str:
     """Check one random full cache."""
     view = random_view(on.policy, on.capacity, on.device)
     out = on.policy.importance(view)
-    if out.shape != view.rank.shape or out.dtype != torch.float32:
-        return f"it returned {list(out.shape)} {out.dtype}, expected {list(view.rank.shape)} torch.float32"
-    if out.isnan().any():
-        return "there is a NaN"
-    return "every slot is +inf, so nothing may be evicted" if (out == torch.inf).all(-1).any() else ""
+    return _misshapen(out, view) or _undecided(out, on.policy.evicts)
 
 
 def _pure(on: Case) -> str:
@@ -195,18 +192,14 @@ def _deterministic(on: Case) -> str:
 
 def _finite(on: Case) -> str:
     """Check random caches, and caches that result from the policy's own choices."""
-    views = [random_view(on.policy, on.capacity, on.device, seed) for seed in range(2)]
-    if any(on.policy.importance(view).isnan().any() for view in views):
-        return "there is a NaN"
-    if not on.policy.evicts:
-        return ""
-    for step, view in enumerate(cache_over_steps(on.policy, on.capacity, on.steps, on.device)):
-        out = on.policy.importance(view)
-        if out.isnan().any():
-            return f"importance is NaN {step} tokens after the cache is full"
-        if (out == torch.inf).all(-1).any():
-            when = f"{step} tokens after the cache is full" if step else "as soon as the cache is full"
-            return f"every slot is +inf {when}, so nothing may be evicted: `bind` must refuse a capacity that is too small"
+    for seed in range(2):
+        if problem := _undecided(on.policy.importance(random_view(on.policy, on.capacity, on.device, seed)), evicts=False):
+            return problem
+    views = cache_over_steps(on.policy, on.capacity, on.steps, on.device) if on.policy.evicts else ()
+    for step, view in enumerate(views):
+        when = f" {step} tokens after the cache is full" if step else " as soon as the cache is full"
+        if problem := _undecided(on.policy.importance(view), on.policy.evicts, when):
+            return problem
     return ""
 
 
@@ -217,13 +210,11 @@ def _later(on: Case) -> str:
     views = list(cache_over_steps(on.policy, on.capacity, min(2, on.steps), on.device)) if on.policy.evicts else []
     for view in views or [random_view(on.policy, on.capacity, on.device)]:
         for moved in (later(view, tokens) for tokens in _LATER_TOKENS):
-            out, when = on.policy.importance(moved), f"at token {int(moved.step.max()):,}"
-            if out.isnan().any():
-                return f"importance is NaN {when}"
-            if on.policy.evicts and (out == torch.inf).all(-1).any():
-                return f"every slot is +inf {when}, so nothing may be evicted"
+            out, when = on.policy.importance(moved), f" at token {int(moved.step.max()):,}"
+            if problem := _undecided(out, on.policy.evicts, when):
+                return problem
             if not _equal(out, on.policy.importance(moved), 0):
-                return f"two calls differ {when}; use view.uniform() for randomness"
+                return f"two calls differ{when}; use view.uniform() for randomness"
     return ""
 
 
@@ -259,7 +250,8 @@ FOUNDATIONS: tuple[Rule, ...] = (
     ("equal views give equal importance", _deterministic),
 )
 _AT_CAPACITY: Rule = ("importance can be computed at the given capacity", _at_capacity)
-OTHERS: tuple[Rule, ...] = (
+RULES: tuple[Rule, ...] = (
+    *FOUNDATIONS,
     ("importance is never NaN, nor +inf for all of a full cache", _finite),
     ("importance is valid and repeatable far into a stream", _later),
     ("importance keeps to the declared scope", _scope),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.checks import Check, Report
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.evict import Evict
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import static_table
+from kvbench.harness.engine.comparison import logits_fault
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
@@ -21,7 +25,7 @@ from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Rule, RuleResult, case, cheap_findings, tried
+from kvbench.harness.rules.rules import RULES, Case, Rule, case, check_rules
 from kvbench.harness.run.reading_plan import block_speed
 from kvbench.harness.suite import policy_with, yaml_value
 from kvbench.policies import Policy, Selecting
@@ -34,27 +38,28 @@ _TOKENS_PAST_FULL = 40
 _SELECTED_FROM_TOKENS = 400
 _VOCABULARY = 64
 _TIMED_TOKENS = 512
+_OF_BLOCKS, _OF_DENSE = 1e-4, 1e-5  # tolerances for logits, relative to the largest, which is about 6
 _EVERY = 8  # tokens evicted at once
 _PROMPT_BLOCK = 64  # tokens
 _BINDS = "it can serve a capacity"
 
 
-class CheckedPolicy(NamedTuple):
-    """Result of checking a policy."""
+@dataclass(frozen=True)
+class CheckedPolicy(Report):
+    """Results of all rules at every capacity.
 
-    findings: list[RuleResult]
-    reading: str  # method and speed of reading blocks; empty if a rule is broken
+    Attributes:
+        reading: method and speed of reading blocks; empty if a rule is broken.
+    """
 
-
-def _ignore(name: str, number: int, steps: int) -> None:
-    pass
+    reading: str = ""
 
 
 def check(
     name: str,
     settings: Sequence[str] = (),
     capacities: Sequence[int] = (),
-    progress: Callable[[str, int, int], None] = _ignore,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> CheckedPolicy:
     """Check every rule on a policy.
 
@@ -69,17 +74,14 @@ def check(
     policy = policy_from_settings(name, settings)
     if isinstance(policy, Contestant):
         raise UserError(f"{name} is a cache, not a policy, and the rules are for policies: measure it beside dense")
-    bound, refusals = _cases(policy, capacities or DEFAULT_CAPACITIES)
-    steps = [f"rules at capacity {on.capacity}" if policy.evicts else "rules" for on in bound]
-    by_case = []
-    for number, (on, step) in enumerate(zip(bound, steps, strict=True), 1):
-        progress(step, number, len(steps) + 1)
-        by_case.append((on, _findings(on)))
-    findings = [_merged(rule, by_case, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if by_case]
-    if not by_case or not all(f.ok for f in (*findings, *refusals)):
-        return CheckedPolicy([*refusals, *findings], "")
-    progress("method and speed", len(steps) + 1, len(steps) + 1)
-    return CheckedPolicy([*refusals, *findings], _reading(bound[-1]))
+    bound, checks = _cases(policy, capacities or DEFAULT_CAPACITIES)
+    for number, on in enumerate(bound, 1):
+        progress(f"rules at capacity {on.capacity}" if policy.evicts else "rules", number, len(bound) + 1)
+        checks += _checks(on)
+    if not CheckedPolicy(checks).ok:
+        return CheckedPolicy(checks)
+    progress("method and speed", len(bound) + 1, len(bound) + 1)
+    return CheckedPolicy(checks, _reading(bound[-1]))
 
 
 def policy_from_settings(name: str, settings: Sequence[str]) -> Policy:
@@ -101,34 +103,35 @@ def parsed_settings(settings: Sequence[str]) -> dict[str, Any]:
     return {key: yaml_value(text, f"--set {key}={text}") for key, _, text in pairs}
 
 
-def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[RuleResult]]:
-    """Return the policy bound to each capacity that it accepts, and a finding about refused capacities."""
+def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[Check]]:
+    """Return the policy bound to each capacity that it accepts, and a result for each capacity that it refuses."""
     if not policy.evicts:
         return [case(policy, None)], []
     bound: list[Case] = []
-    refused: dict[int, str] = {}
+    refused: dict[str, str] = {}
     for capacity in sorted(set(capacities)):
         try:
             bound.append(case(policy, capacity))
         except ValueError as error:
-            refused[capacity] = str(error)
+            refused[str(capacity)] = str(error)
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
-            return [], [RuleResult(_BINDS, f"bind({capacity}) raised {described(error)}", error=error)]
-    refused_list = ", ".join(map(str, refused))
-    if refused and not bound:
-        *_, last = refused.values()
-        return [], [RuleResult(_BINDS, f"all capacities tried ({refused_list}) are refused: {last}; --capacity names another")]
-    first = next(iter(refused.values()), "")
-    return bound, [RuleResult(_BINDS, note=f"not applicable at {refused_list}: {first}")] if refused else []
+            return [], [Check(str(capacity), _BINDS, "fail", f"bind({capacity}) raises {described(error)}", error)]
+    places = ", ".join(refused)
+    if not bound:
+        *_, (largest, why) = refused.items()
+        problem = f"all capacities tried ({places}) are refused: {why}; --capacity names another"
+        return [], [Check(largest, _BINDS, "fail", problem)]
+    return bound, [
+        Check(capacity, _BINDS, "not applicable", f"refused at {places}: {reason}") for capacity, reason in refused.items()
+    ]
 
 
-def _findings(on: Case) -> list[RuleResult]:
+def _checks(on: Case) -> list[Check]:
     """Check every rule at one capacity."""
-    cheap = cheap_findings(on)
-    why_not = "see above" if not all(f.ok for f in cheap[: len(FOUNDATIONS)]) else _no_table(on)
-    if why_not:
-        return cheap + [RuleResult(name, note=f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
-    return cheap + tried(_IN_THE_LOOP, on, cheap)
+    if why_not := _no_table(on):
+        skipped = [Check(on.label, name, "not applicable", f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
+        return check_rules(RULES, on) + skipped
+    return check_rules((*RULES, *_IN_THE_LOOP), on)
 
 
 def _no_table(on: Case) -> str:
@@ -142,18 +145,6 @@ def _no_table(on: Case) -> str:
     except (Exception, SystemExit):  # the rules report it
         pass
     return ""
-
-
-def _merged(rule: str, by_case: Sequence[tuple[Case, list[RuleResult]]], evicts: bool) -> RuleResult:
-    """Merge a rule's findings at all capacities into one."""
-    of_rule = [(on.capacity, f) for on, findings in by_case for f in findings if f.rule == rule]
-    wrong = [(capacity, f) for capacity, f in of_rule if not f.ok]
-    if not wrong:
-        return next((f for _, f in of_rule if not f.note), of_rule[0][1])
-    capacity, first = wrong[0]
-    also = f", and at {', '.join(str(c) for c, _ in wrong[1:])}" if wrong[1:] else ""
-    scope = f" (at capacity {capacity}{also})" if evicts else ""
-    return RuleResult(rule, first.problem + scope, error=first.error)
 
 
 def _tiny(vocabulary: int = _VOCABULARY) -> Model:
@@ -174,10 +165,7 @@ def _held(read: Any) -> list[float]:
     """Return the mean number of tokens that a KV head holds, over layers and heads, for every stream."""
     if isinstance(read, RecomputeDecoder):
         return [len(text) for text in read._history]
-    assert isinstance(read, CachedDecoder)
-    kept = read.kept()
-    heads = len(kept) * len(kept[0][0])
-    return [sum(len(head) for layer in kept for head in layer[stream]) / heads for stream in range(read.streams)]
+    return [fmean(len(head) for layer in layers for head in layer) for layers in zip(*read.kept(), strict=True)]
 
 
 def _capacity(on: Case) -> str | None:
@@ -227,11 +215,9 @@ def _several_at_once(on: Case) -> str | None:
     blocks(first)
     one_by_one(first)
     for block in rest:
-        ours = blocks(block)
-        theirs = torch.cat([one_by_one(token) for token in block.split(1, 1)], 1)
-        difference = (ours - theirs).abs().amax().item()
-        if not difference <= 1e-3:
-            return f"logits of a block of 5 tokens differ from those of the same tokens one by one, by {difference:.1g}"
+        one_by_one_logits = torch.cat([one_by_one(token) for token in block.split(1, 1)], 1)
+        if fault := logits_fault(blocks(block), one_by_one_logits, _OF_BLOCKS, "the same tokens one by one"):
+            return f"in a block of 5 tokens, {fault}"
     return "" if blocks.kept() == one_by_one.kept() else "a block of 5 tokens keeps other tokens than the same tokens one by one"
 
 
@@ -241,9 +227,8 @@ def _equal_to_dense(on: Case) -> str | None:
     model = _tiny()
     table = static_table(model, _config(on), None) if on.policy.evicts and on.policy.caches else None
     tokens = _tokens(on.capacity if table is None else min(map(min, table)))
-    ours = decoder(model, _config(on), 2)(tokens)
-    difference = (ours - decoder(model, CacheConfig(Dense()), 2)(tokens)).abs().amax().item()
-    return "" if difference <= 1e-4 else f"logits differ from dense by {difference:.1g} before anything is evicted"
+    logits, expected = (decoder(model, config, 2)(tokens) for config in (_config(on), CacheConfig(Dense())))
+    return logits_fault(logits, expected, _OF_DENSE, "dense before anything is evicted")
 
 
 def _selection(on: Case) -> str | None:
@@ -252,8 +237,8 @@ def _selection(on: Case) -> str | None:
         return None
     tokens, methods = _tokens(_SELECTED_FROM_TOKENS), (PLAIN_WALK, TOKEN_BY_TOKEN)
     by_masks, gathered = (CachedDecoder(_tiny(), _config(on), 2, method)(tokens) for method in methods)
-    difference = (by_masks - gathered).abs().amax().item()
-    return "" if difference <= 1e-3 else f"logits in blocks and of single tokens differ by {difference:.1g}: are slots distinct?"
+    fault = logits_fault(by_masks, gathered, _OF_BLOCKS, "single tokens")
+    return fault and f"in blocks, {fault}: are slots distinct?"
 
 
 def _band(on: Case) -> str | None:

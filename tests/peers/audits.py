@@ -45,7 +45,7 @@ def main() -> None:
         # kvpress is not tested with Gemma 3 for text alone, the tiny model with sliding windows.
         tested = [model for model in models if model.name != "window" or not target.startswith("kvpress:")]
         audit = audited(subject_of(target, settings, budget, 0), tested, None, SKIPPED)
-        failed = [{"check": check.name, "model": check.model, "evidence": check.evidence} for check in audit.failed]
+        failed = [{"check": check.name, "model": check.case, "evidence": check.evidence} for check in audit.failed]
         row = {"target": target, "settings": settings, "models": [model.name for model in tested], "failed": failed}
         print(json.dumps(row | {"versions": versions}), flush=True)
 
