@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from functools import cache
 from math import inf
 from pathlib import Path
 from typing import ClassVar
@@ -224,14 +223,10 @@ def test_a_run_refuses_it_before_anything_is_measured(tmp_path, model_dir, text_
     assert len(json.loads(out)) == 2
 
 
-TINY = cache(policy_check._tiny)
-
-
 @pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_pass(name, monkeypatch):
     """At an odd capacity, or where their defaults don't fit in, at a large one. How fast they are read is not asked here."""
-    monkeypatch.setattr(policy_check, "_tiny", TINY)
     monkeypatch.setattr(policy_check, "_reading", lambda on: "")
     result = policy_check.check(name, capacities=[17])
     if [check.name for check in result.checks] == ["it can serve a capacity"]:

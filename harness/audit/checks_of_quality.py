@@ -13,7 +13,7 @@ from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace, trace
 from kvbench.harness.core.checks import Outcome, failed, passed, skipped
 from kvbench.harness.data.prose import Prose
-from kvbench.harness.engine.watch import Chunk, NotWatchableError, watch
+from kvbench.harness.engine.watch import Chunk, NotWatchableError, Watcher, watch
 
 _BYTES_A_TOKEN = 16  # of prose; tokens are shorter
 _COST = 0.01  # nats; a smaller difference of NLL is rounding
@@ -87,7 +87,7 @@ def _nll(logits: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:-1], ids[0, 1:])
 
 
-class _Lost:
+class _Lost(Watcher):
     """Watcher that sums the weights of tokens that a trace did not hold.
 
     Attributes:
@@ -109,15 +109,9 @@ class _Lost:
                 attended[head, p.first : p.end, p.first : p.end] = True
         return attended
 
-    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Ignore keys and values."""
-
     def see_chunk(self, chunk: Chunk) -> None:
         """Sum the weights of a chunk. [1, Q, t, L]."""
         weights, held = chunk.weights[0].cpu(), self._held[chunk.layer]
         queries = slice(chunk.first, chunk.first + weights.shape[1])
         mask = held[:, queries, : weights.shape[2]].repeat_interleave(len(weights) // len(held), 0)
         self.layers[chunk.layer][queries] = weights.masked_fill(mask, 0).sum(-1).mean(0).float()
-
-    def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Ignore hidden states."""

@@ -305,8 +305,10 @@ def is_exact(dtype: torch.dtype) -> bool:
 
 
 def relative_difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest magnitude or to 1. Any shape."""
-    return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1)) if logits.numel() else 0.0
+    """Return the largest difference, relative to the largest magnitude or to 1; infinite if there is a NaN. Any shape."""
+    if not logits.numel():
+        return 0.0
+    return float(((logits - expected).abs().max() / expected.abs().max().clamp(min=1)).nan_to_num(torch.inf))
 
 
 def rounding_of(dtype: torch.dtype) -> float:

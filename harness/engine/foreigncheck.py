@@ -19,7 +19,7 @@ from kvbench.harness.engine.comparison import relative_difference, rounding_of
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder, usual_attention
 from kvbench.harness.engine.method import EAGER, OwnLoop
-from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.model import Model, random_tokens
 from kvbench.harness.engine.own_attention import attention_by
 
 _BLOCKS = (16, 48)  # tokens
@@ -50,8 +50,7 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
     assert isinstance(policy, Contestant)
     is_trusted = issubclass(policy.named_class, Cache) and not policy.modules and not hasattr(policy, "backend")
     tokens = int(min(_TOKENS if is_trusted else _TOKENS_OF_OTHERS, read.longest))
-    vocabulary = model.hf.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
+    ids = random_tokens(model.hf, 1, tokens, seed=1)
     usual = usual_attention(model.hf, policy)
     loop = OwnLoop(usual if policy.attention is not None else agreeing_attention(model.hf, usual, ids))
     singly = ForeignDecoder(model, config, method=replace(EAGER, own_loop=loop))

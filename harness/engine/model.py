@@ -168,6 +168,12 @@ def private_copy(hf: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
+def random_tokens(hf: PreTrainedModel, streams: int, count: int, seed: int = 0) -> Tensor:
+    """Return random tokens of a model's vocabulary. [B, count] int64."""
+    vocabulary = hf.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, (streams, count), generator=torch.Generator().manual_seed(seed)).to(hf.device)
+
+
 def is_compiled(hf: PreTrainedModel) -> bool:
     """Return whether `torch.compile` compiled the model or one of its modules."""
     return any(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.device import free_bytes, seconds_of
+from kvbench.harness.core.errors import first_line
 from kvbench.harness.engine.closed_form import TILE
 from kvbench.harness.engine.comparison import (
     LayerInputs,
@@ -22,12 +23,13 @@ from kvbench.harness.engine.comparison import (
     Verdict,
     is_exact,
     record_inputs,
+    relative_difference,
     rounding_of,
 )
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
-from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.model import Model, random_tokens
 from kvbench.policies import Selecting
 
 _ATTEMPTS = 3  # comparisons on new tokens, if a head holds other tokens than in the plain walk
@@ -118,47 +120,41 @@ class MethodCheck:
                 slow = self._slower("block", self._timed_tokens(fast), fast, reference)
             slow_steps = self._slower("step", 1, fast, reference)
         except Exception as error:  # a kernel or a graph may ask for what the device can't do
-            return self._failed(error)
+            return Trial(self._failure(error))
         return Trial("", slow, slow_steps, ran, fast.graphs.refused if fast.graphs else "")
 
     def trial_of_runs(self) -> str:
         """Return the reason that runs between evictions can't be used; empty if they can. Both sides are plain PyTorch."""
         config = self._config
         tokens_before = (config.capacity or 0) + max(0, config.every - _SINGLE_TOKENS)
-        try:
-            return self._differs(PLAIN_WALK, TOKEN_BY_TOKEN, [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS], tokens_before)
-        except Exception as error:
-            return self._failed(error).refused
+        sizes = [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS]
+        return self._refusal(lambda: self._differs(PLAIN_WALK, TOKEN_BY_TOKEN, sizes, tokens_before))
 
     def trial_of_selection(self, seed: int) -> str:
         """Return the reason that blocks can't be read under masks; empty if they can. Both sides are plain PyTorch."""
         methods, sizes = (PLAIN_WALK, TOKEN_BY_TOKEN), [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS]
         tokens_before = max(0, min(_SELECTED_FROM_TOKENS, self._model.longest - sum(sizes)))
-        try:
-            return self._attempt(methods, sizes, tokens_before, 1, seed)[0]
-        except Exception as error:
-            return self._failed(error).refused
+        return self._refusal(lambda: self._attempt(methods, sizes, tokens_before, 1, seed)[0])
 
     def trial_of_codes(self, method: Method) -> Trial:
         """Compare a block and single tokens of a coded cache with the plain walk's."""
         config, before = self._config, Counter(RAN)
         sizes = [_CODED_BLOCK_TOKENS, *[1] * _SINGLE_TOKENS]
         tokens_before = max(0, config.capacity + config.every - _CODED_BLOCK_TOKENS + 4) if config.capacity else _DENSE_TOKENS
-        try:
-            return Trial(self._differs(method, PLAIN_WALK, sizes, tokens_before), ran=RAN - before)
-        except Exception as error:
-            return self._failed(error)
+        refused = self._refusal(lambda: self._differs(method, PLAIN_WALK, sizes, tokens_before))
+        return Trial(refused, ran=RAN - before)
 
     def trial_of_prompt(self) -> str:
         """Return the reason that a prompt to be cut can't be read at once; empty if it can. A short prompt is tried."""
+        return self._refusal(self._short_prompts_differ)
+
+    def _short_prompts_differ(self) -> str:
+        """Compare on a prompt that is cut to a small capacity, or to the cell's capacity if the policy needs more."""
         capacity = self._config.capacity
         try:
-            try:
-                return self._prompts_differ(None if capacity is None else min(capacity, _PROMPT_CAPACITY))
-            except ValueError:  # the policy needs more
-                return self._prompts_differ(capacity)
-        except Exception as error:
-            return self._failed(error).refused
+            return self._prompts_differ(None if capacity is None else min(capacity, _PROMPT_CAPACITY))
+        except ValueError:
+            return self._prompts_differ(capacity)
 
     def _prompts_differ(self, capacity: int | None) -> str:
         """Describe how one-pass and token-by-token reading of a prompt cut to this capacity differ; empty if they agree."""
@@ -169,9 +165,16 @@ class MethodCheck:
         finally:
             self.max_error = max(self.max_error, short.max_error)
 
-    def _failed(self, error: Exception) -> Trial:
+    def _refusal(self, compare: Callable[[], str]) -> str:
+        """Return the result of a comparison, or the error that it raises."""
+        try:
+            return compare()
+        except Exception as error:
+            return self._failure(error)
+
+    def _failure(self, error: Exception) -> str:
         self.max_error = torch.inf
-        return Trial(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+        return f"{type(error).__name__}: {first_line(error)}"
 
     def _decoder(self, method: Method) -> CachedDecoder:
         """Create a decoder with a cache that is almost full. It captures its second step."""
@@ -212,12 +215,6 @@ class MethodCheck:
             sizes += [*[gap] * (gap > 0), *[1] * _SHORT_CYCLE]
             tokens_before += gap + _SHORT_CYCLE
         return sizes
-
-    def _tokens(self, count: int, streams: int, seed: int = 1) -> Tensor:
-        """Return random tokens. [B, count] int64."""
-        vocabulary = self._model.hf.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(vocabulary, (streams, count), generator=generator).to(self._model.device)
 
     def _differs(self, method: Method, reference: Method, sizes: Sequence[int], tokens_before: int, streams: int = 1) -> str:
         """Describe how a method's attention or kept tokens differ from a reference method's; empty if they agree.
@@ -274,7 +271,8 @@ class MethodCheck:
 
         wider: dtype in which the reference is also computed, to measure its rounding error; None if it counts as exact.
         """
-        tokens, model = self._tokens(sum(sizes), streams, seed), self._model
+        model = self._model
+        tokens = random_tokens(model.hf, streams, sum(sizes), seed)
         candidate, reference = (CachedDecoder(model, self._config, streams, method) for method in methods)
         reads = {reference: model.dtype, candidate: model.dtype}
         if wider is not None and not any(walk.notes_written for walk in reference.walks):
@@ -325,13 +323,12 @@ class MethodCheck:
     def _differences(self, reads: Sequence[CachedDecoder], sizes: Sequence[int]) -> list[float]:
         """Return the largest difference of each decoder's logits from the first decoder's, relative to the tolerance."""
         model, max_errors = self._model, [0.0] * (len(reads) - 1)
-        for block in self._tokens(sum(sizes), reads[0].streams).split(list(sizes), 1):
+        for block in random_tokens(model.hf, reads[0].streams, sum(sizes), seed=1).split(list(sizes), 1):
             keep = None
             if block.shape[1] > 1:
                 keep = torch.arange(max(0, block.shape[1] - _BLOCK_TOKENS), block.shape[1], device=model.device)
             expected, *logits = (read(block, keep=keep).float() for read in reads)
-            rounding = rounding_of(model.dtype) * expected.abs().amax().clamp(min=1)
-            errors = [float(((x - expected).abs().amax() / rounding).nan_to_num(torch.inf)) for x in logits]
+            errors = [relative_difference(x, expected) / rounding_of(model.dtype) for x in logits]
             max_errors = [max(pair) for pair in zip(max_errors, errors, strict=True)]
         return max_errors
 

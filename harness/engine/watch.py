@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +93,8 @@ class Chunk:
         return weights.to(values.dtype) @ values
 
 
-class Watcher(Protocol):
-    """Receives the attention and the hidden states of every layer."""
+class Watcher:
+    """Receives the attention and the hidden states of every layer, and ignores what no subclass uses."""
 
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Receive a layer's keys and values, as passed to its attention, before its chunks. [B, H, T, D], [B, H, T, Dv]."""
@@ -253,20 +253,14 @@ def layers_of(hf: PreTrainedModel) -> nn.ModuleList:
     raise NotWatchableError(f"it has no list of {count} layers")
 
 
-class _Sunk:
+class _Sunk(Watcher):
     """Records the layers in which some weight goes to no token."""
 
     def __init__(self) -> None:
         self.layers: set[int] = set()
 
-    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        pass
-
     def see_chunk(self, chunk: Chunk) -> None:
         self.layers |= {chunk.layer} if chunk.rest is not None else set()
-
-    def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        pass
 
 
 def _last_hidden(hf: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:

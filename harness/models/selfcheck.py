@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.harness.core.device import free_bytes
+from kvbench.harness.engine.comparison import relative_difference
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, private_copy
+from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, private_copy, random_tokens
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.policies.dense import Dense
 
@@ -59,11 +60,9 @@ def has_finite_output(hf: PreTrainedModel) -> bool:
 
     The pass runs in the model's own dtype. The result is True if the pass can't run at all.
     """
-    vocabulary = hf.config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(hf.device)
     try:
         with torch.inference_mode(), own_attention(hf):
-            output: Tensor = hf(input_ids=tokens, use_cache=False)[0]
+            output: Tensor = hf(input_ids=random_tokens(hf, 1, _TOKENS), use_cache=False)[0]
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):  # a family that `adopt` refuses
         return True
     return bool(output.isfinite().all())
@@ -71,9 +70,7 @@ def has_finite_output(hf: PreTrainedModel) -> bool:
 
 def _difference(model: Model, rope_length: int | None) -> float:
     """Return the largest difference over both block sizes and all offsets, in rounding errors."""
-    vocabulary = model.hf.config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
-    ours = []
+    tokens, ours = random_tokens(model.hf, 1, _TOKENS), []
     for size in (1, 12):
         read = decoder(model, CacheConfig(Dense()))
         ours.append(torch.cat([read(block) for block in tokens.split(size, 1)], 1))
@@ -83,8 +80,7 @@ def _difference(model: Model, rope_length: int | None) -> float:
             positions = torch.arange(offset, offset + _TOKENS, device=model.device)[None]
             reference: Tensor = model.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
         relative = _ROUNDING.get(model.dtype, _ROUNDING_16_BITS) + _ROUNDING_PER_POSITION * offset
-        rounding = relative * reference.abs().amax().clamp(min=1)
-        max_error = max(max_error, *(float(((x - reference).abs().amax() / rounding).nan_to_num(torch.inf)) for x in ours))
+        max_error = max(max_error, *(relative_difference(x, reference) / relative for x in ours))
     return max_error
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.engine.attention import Terms, weights
-from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.model import Model, random_tokens
 from kvbench.harness.engine.rotary import rotate
 
 
@@ -57,9 +57,7 @@ def retrieval_scores(model: Model, tokens: int = 64, streams: int = 16, seed: in
 
     Scores are means over `streams` sequences of `tokens` random tokens, each read twice.
     """
-    vocabulary = model.hf.config.get_text_config().vocab_size
-    draw = torch.Generator().manual_seed(seed)
-    first = torch.randint(vocabulary, (streams, tokens), generator=draw).to(model.device)
+    first = random_tokens(model.hf, streams, tokens, seed)
     probe = _Retrieval(model, tokens)
     model(torch.cat([first, first], 1), probe, 1)
     return [[round(float(x), 6) for x in probe.scores[layer]] for layer in range(len(model.layers))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN
-from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.engine.model import Model, adopt, random_tokens
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.rules.rules import RULES, Case, Rule, case, check_rules
@@ -147,12 +148,13 @@ def _no_table(on: Case) -> str:
     return ""
 
 
+@cache
 def _tiny(vocabulary: int = _VOCABULARY) -> Model:
     return adopt(tiny_model("llama", vocab_size=vocabulary))
 
 
 def _tokens(length: int, streams: int = 2) -> Tensor:
-    return torch.randint(_VOCABULARY, (streams, length), generator=torch.Generator().manual_seed(0))
+    return random_tokens(_tiny().hf, streams, length)
 
 
 def _config(on: Case, evict: Evict = 1) -> CacheConfig:

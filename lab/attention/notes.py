@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvbench.harness.engine.watch import Chunk
+from kvbench.harness.engine.watch import Chunk, Watcher
 from kvbench.harness.records.aggregates import buckets
 from kvbench.harness.tasks.attention import watch_samples
 from kvbench.harness.tasks.attention.watch_samples import by_sample
@@ -110,7 +110,7 @@ def likeness(directions: Tensor) -> Tensor:
     return torch.cat([(first @ total[..., None])[..., 0] / count, among[:, None]], -1)
 
 
-class Lost:
+class Lost(Watcher):
     """The attention that queries give to tokens that a policy evicted before them."""
 
     def __init__(self, tokens: int, last_seen: Sequence[Tensor]) -> None:
@@ -122,9 +122,6 @@ class Lost:
             self._bucket[start:stop] = bucket
         self.queries = np.array([stop - start for start, stop in edges])
         self._sums: list[Tensor] = []  # [B, Q, K]
-
-    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Ignore keys and values."""
 
     def see_chunk(self, chunk: Chunk) -> None:
         """Add up the weights of evicted tokens, by bucket."""
@@ -138,9 +135,6 @@ class Lost:
         lost = (weights * gone).sum(-1).double()
         index = self._bucket[now].expand(*weights.shape[:2], -1)
         self._sums[chunk.layer].scatter_add_(2, index, lost)
-
-    def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Ignore hidden states."""
 
     def of_samples(self) -> NDArray[np.float32]:
         """Means over heads and the queries of each bucket. [B, L, K]."""

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
+from kvbench.harness.engine.watch import Chunk, NotWatchableError, Watcher, check, watch
 from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions, figures
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.policies.dense import Dense
 
 
-class Notes:
+class Notes(Watcher):
     """Watcher of a model that takes notes of samples read side by side."""
 
     def __init__(self, tokens: int, map_tokens: int) -> None:
@@ -41,9 +41,6 @@ class Notes:
         self._rest: list[Tensor] = []  # [B, Q]
         self._sunk = False  # whether some layer has attention that goes to no token
         self._maps: list[Tensor] = []  # [Q, M, M]
-
-    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Ignore keys and values."""
 
     def see_chunk(self, chunk: Chunk) -> None:
         """Add the weights, entropies and logits of a chunk's queries to the sums."""
@@ -70,9 +67,6 @@ class Notes:
             self._maps[layer][:, chunk.first : chunk.first + shown.shape[1], : shown.shape[2]] = shown
         if chunk.first + weights.shape[2] == self._tokens:
             self._late[layer] = weights[:, :, -1, 0].float()
-
-    def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Ignore hidden states."""
 
     def mean_received(self) -> Tensor:
         """Return the attention that each token receives. [L, B, Q, T].
