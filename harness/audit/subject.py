@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.core.contestants import Contestant, cache_from
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.presses import Press
 from kvbench.harness.engine.foreign import Hooks
@@ -102,16 +102,7 @@ def subject_of_policy(name: str, policy: Policy, budget: int | None, sinks: int 
 def subject_of_factory(factory: Callable[..., Any], budget: int | None, sinks: int) -> Subject:
     """Return the subject for a class of a cache or of one layer's cache, or for a function that returns an empty cache."""
     name = getattr(factory, "__name__", type(factory).__name__)
-    built = factory.func if isinstance(factory, partial) else factory
-    if inspect.isclass(built) and issubclass(built, CacheLayerMixin):
-        layer_class: Any = factory
-        return Subject(name, lambda _: Cache(layer_class_to_replicate=layer_class), budget, sinks)
-    takes_config = "config" in inspect.signature(factory).parameters
-
-    def new_cache(hf: PreTrainedModel) -> Any:
-        return factory(**({"config": hf.config} if takes_config else {}))
-
-    return Subject(name, new_cache, budget, sinks)
+    return Subject(name, lambda hf: cache_from(factory, hf.config), budget, sinks)
 
 
 class Reader:
@@ -143,7 +134,7 @@ class Reader:
         if mask is not None or self._explicit:
             read = torch.ones(len(ids), self.tokens + count, dtype=torch.int64) if mask is None else mask
             given["position_ids"] = (read.cumsum(1) - 1).clamp(min=0)[:, -count:].to(ids.device)
-        with self._hooked():
+        with nullcontext() if self._hooks is None else self._hooks.on(self._hf):
             logits = self._hf(input_ids=ids, past_key_values=self.cache, use_cache=True, **given).logits.float()
         self.tokens += count
         return logits
@@ -164,12 +155,3 @@ class Reader:
         """Remove the newest tokens by the cache's own `crop`."""
         self.cache.crop(-count)
         self.tokens -= count
-
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """Install the hooks of the press in this context."""
-        if self._hooks is None:
-            yield
-            return
-        with self._hooks.on([module for module in self._hf.modules() if hasattr(module, "layer_idx")], self._hf):
-            yield

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -64,18 +65,10 @@ class Contestant(Policy):
         Raises:
             ValueError: the cache's backend is not installed.
         """
-        from transformers import Cache
-
         if self.missing:
             raise ValueError(self.missing)
         given = {name: value for name, value in parameters_of(self).items() if name not in OURS}
-        if not issubclass(self.named_class, Cache):
-            layer: Any = functools.partial(self.named_class, **given)
-            return Cache(layer_class_to_replicate=layer)
-        if "config" in inspect.signature(self.named_class).parameters:
-            given["config"] = config
-        cache: Cache = self.named_class(**given)
-        return cache
+        return cache_from(functools.partial(self.named_class, **given), config)
 
     @property
     def missing(self) -> str:
@@ -108,6 +101,21 @@ class Contestant(Policy):
     @property
     def _backend(self) -> str | None:
         return _BACKENDS.get(getattr(self, "backend", ""))
+
+
+def cache_from(factory: Callable[..., Any], config: PreTrainedConfig) -> Cache:
+    """Return an empty cache for a model of this config.
+
+    factory: class of a cache or of one layer's cache, or function that returns a cache. `config` is passed if it takes one.
+    """
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    built: Any = factory.func if isinstance(factory, functools.partial) else factory
+    if inspect.isclass(built) and issubclass(built, CacheLayerMixin):
+        layer_class: Any = factory
+        return Cache(layer_class_to_replicate=layer_class)
+    cache: Cache = factory(**({"config": config} if "config" in inspect.signature(factory).parameters else {}))
+    return cache
 
 
 OURS = frozenset(f.name for f in fields(Contestant))  # parameters of an entry that are not the constructor's

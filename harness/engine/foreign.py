@@ -43,8 +43,9 @@ class Hooks:
         self._masked: list[Any] = []  # indices of masked keys, by attention module
 
     @contextmanager
-    def on(self, modules: Sequence[nn.Module], hf: PreTrainedModel) -> Iterator[None]:
+    def on(self, hf: PreTrainedModel) -> Iterator[None]:
         """Install the hooks on the model in this context."""
+        modules: list[Any] = [module for module in hf.modules() if hasattr(module, "layer_idx")]
         with self._press(hf):
             for press, attributes in self.notes:
                 vars(press).update(attributes)
@@ -89,7 +90,6 @@ class ForeignDecoder:
         self._read = 0  # tokens of each stream
         self._coded_streams = streams  # number of streams in its codes, until it codes again
         self._hooks = Hooks(config.policy) if isinstance(config.policy, Press) else None
-        self._modules = [module for module in model.hf.modules() if hasattr(module, "layer_idx")] if self._hooks else []
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -117,7 +117,7 @@ class ForeignDecoder:
         if end > self.longest:
             raise ValueError(f"a stream of {end} tokens or more, but the cache ends at {self.longest:.0f}: raise max_cache_len")
         positions = torch.arange(self._read, end, device=tokens.device).expand(len(tokens), -1)
-        hooked = nullcontext() if self._hooks is None else self._hooks.on(self._modules, self.model.hf)
+        hooked = nullcontext() if self._hooks is None else self._hooks.on(self.model.hf)
         with implemented_by(self._loop.attention), hooked:
             out = self.model.hf(
                 input_ids=tokens,
