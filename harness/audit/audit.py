@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,7 @@ from kvbench.harness.audit.page import html
 from kvbench.harness.audit.subject import Subject, subject_of_factory, subject_of_policy
 from kvbench.harness.audit.trace import Held
 from kvbench.harness.core import plugins
-from kvbench.harness.core.checks import Check, Outcome, Report, outcome_of, skipped
+from kvbench.harness.core.checks import Check, Outcome, Report, StepProgress, outcome_of, skipped
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.engine.foreigncheck import agreeing_attention
 from kvbench.harness.engine.own_attention import attention_by
@@ -124,7 +124,9 @@ def audit(
     return audited(subject, models_of(model), like, skip)
 
 
-def audited(subject: Subject, models: Iterable[Named], like: str | None, skip: Sequence[str]) -> Audit:
+def audited(
+    subject: Subject, models: Sequence[Named], like: str | None, skip: Sequence[str], progress: StepProgress = lambda *_: None
+) -> Audit:
     """Return the audit of a subject on models.
 
     Raises:
@@ -135,7 +137,8 @@ def audited(subject: Subject, models: Iterable[Named], like: str | None, skip: S
         if name not in names:
             raise UserError(f"--skip {name}: no such check{did_you_mean(name, names)}")
     other = None if like is None else subject_of_policy(like, plugins.policy_class(like)(), subject.budget)
-    for model in models:
+    for number, model in enumerate(models, 1):
+        progress(model.name, number, len(models))
         _extend(result, subject, model, other, skip)
     return replace(result, seconds=perf_counter() - started)
 
@@ -167,7 +170,7 @@ def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
     """Return the outcome of a check. A failure that may follow from an earlier one is not reported as another fault."""
     if case.decode.error and rule.name != "reads":
         return skipped("the text could not be read")
-    outcome = outcome_of(lambda: rule.find(case))
+    outcome = outcome_of(rule.find, case)
     cause = next((name for name in rule.follows if name in failed), None)
     if outcome.verdict == "fail" and cause is not None:
         return skipped(f"may follow from {cause}: {outcome.evidence}")

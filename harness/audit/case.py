@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvbench.harness.audit.subject import Subject
 from kvbench.harness.audit.trace import FAULTS, Trace, new_faults, trace
-from kvbench.harness.core.checks import Outcome, RefusedError
+from kvbench.harness.core.checks import NotApplicableError, Outcome
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.engine.comparison import logits_fault, rounding_of
 from kvbench.harness.engine.foreign import longest
@@ -221,7 +221,7 @@ def refusable(operation: str) -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, ValueError, RuntimeError, AttributeError) as error:
-        raise RefusedError(f"{operation} is refused: {described(error)}") from error
+        raise NotApplicableError(f"{operation} is refused: {described(error)}") from error
 
 
 @dataclass(frozen=True)

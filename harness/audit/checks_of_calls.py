@@ -13,7 +13,7 @@ from kvbench.harness.audit.attended import UNKNOWN
 from kvbench.harness.audit.case import Case, check, refusable
 from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace, Tracer, new_faults
-from kvbench.harness.core.checks import Outcome, RefusedError, failed, judged, passed, skipped
+from kvbench.harness.core.checks import NotApplicableError, Outcome, failed, judged, passed, require
 
 _BLOCK, _CHUNK, _TURN, _LATER = 8, 24, 9, 12  # tokens
 _PADDING = 5  # tokens
@@ -26,8 +26,7 @@ _NO_PROMPT = "a press cuts what the first forward pass reads"
 @check("Until a token is evicted, logits are those of full attention.", "K or V is changed although all tokens fit", _OF_PLACES)
 def dense(case: Case) -> Outcome:
     """Compare logits with a forward pass without a cache, up to the first eviction."""
-    if not case.is_exact:
-        return skipped("values are stored rounded")
+    require(case.is_exact, "values are stored rounded")
     count = case.decode.first_eviction or len(case.decode.logits)
     expected = case.hf(input_ids=case.text()[:, :count], use_cache=False).logits[0].float()
     return judged(case.differs(case.decode.logits[:count], expected, "full attention"), f"equal for {count} tokens")
@@ -36,16 +35,14 @@ def dense(case: Case) -> Outcome:
 @check("Until a token is evicted, blocks give the logits of single tokens.", "a block is cut too early", _OF_BLOCKS)
 def blocks(case: Case) -> Outcome:
     """Read in blocks of 8."""
-    if case.subject.press is not None:
-        return skipped(_NO_PROMPT)
+    require(case.subject.press is None, _NO_PROMPT)
     return judged(case.fault_of([_BLOCK] * (case.length // _BLOCK)), f"{case.length // _BLOCK} blocks of {_BLOCK}")
 
 
 @check("A prompt may come in chunks.", "the cache takes every block of several tokens for a whole prompt", _OF_BLOCKS)
 def chunked_prefill(case: Case) -> Outcome:
     """Read a prompt in chunks, past the budget, then single tokens."""
-    if case.subject.press is not None:
-        return skipped(_NO_PROMPT)
+    require(case.subject.press is None, _NO_PROMPT)
     size = min(_CHUNK, max(1, (case.subject.budget or case.length) // 2))
     chunks = [size] * (case.past_full // size + 1)
     return judged(case.fault_of(case.steps(*chunks, then=_LATER)), f"{len(chunks)} chunks of {size}, {_LATER} tokens")
@@ -81,8 +78,7 @@ def second_turn(case: Case) -> Outcome:
 )
 def padding(case: Case) -> Outcome:
     """Read two prompts side by side, the second left-padded, and compare each with the prompt alone."""
-    if not case.is_exact:
-        return skipped("values are stored rounded")
+    require(case.is_exact, "values are stored rounded")
     count = max(_PADDING + 1, case.prompt)
     steps = case.steps(count, then=max(_LATER, case.past_full - count))
     texts = case.text(2)[:, : sum(steps)]
@@ -157,10 +153,8 @@ def reset(case: Case) -> Outcome:
 @check("`crop` removes the newest tokens.", "a counter, an index or a score is not cropped", _OF_PLACES)
 def crop(case: Case) -> Outcome:
     """Crop before the first eviction, read other tokens, and compare with a new cache. Then crop after an eviction."""
-    if case.subject.press is not None:
-        return skipped(_NO_PROMPT)
-    if not getattr(case.subject.new_cache(case.hf), "is_croppable", True):
-        return skipped("is_croppable is False")
+    require(case.subject.press is None, _NO_PROMPT)
+    require(getattr(case.subject.new_cache(case.hf), "is_croppable", True), "is_croppable is False")
     texts, full = case.text(2)[:, None], case.past_full
     count = min(_CHUNK, max(2, (case.subject.budget or _CHUNK) // 2))
     removed = min(_BLOCK, count // 2)
@@ -172,7 +166,7 @@ def crop(case: Case) -> Outcome:
         return passed(f"{evidence}; none was evicted before")
     try:
         fault = _fault_of_crop(case, removed)
-    except RefusedError as refusal:
+    except NotApplicableError as refusal:
         return passed(f"{evidence}; after {full}, with some evicted, {refusal}")
     return judged(fault and f"after {full} tokens, crop(-{removed}): {fault}", f"{evidence}, and after {full}, with some evicted")
 
@@ -235,7 +229,7 @@ def _differs_after(case: Case, name: str, change: Callable[[Reader], None], befo
         Description of the difference; empty if it is within rounding.
 
     Raises:
-        RefusedError: the cache refuses the operation.
+        NotApplicableError: the cache refuses the operation.
     """
     reader, expected = Reader(case.subject, case.hf), Reader(case.subject, case.hf)
     _read(reader, before)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvbench.harness.audit.case import Case, check
 from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace, trace
-from kvbench.harness.core.checks import Outcome, failed, passed, skipped
+from kvbench.harness.core.checks import Outcome, failed, passed, require, skipped
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, Watcher, watch
 
@@ -63,8 +63,7 @@ def attention_mass(case: Case) -> Outcome:
 )
 def perplexity(case: Case) -> Outcome:
     """Read generated prose with full attention, with positions passed, and with positions from the cache's length."""
-    if case.tokenizer is None:
-        return skipped("the model has no tokenizer")
+    require(case.tokenizer is not None, "the model has no tokenizer")
     text = case.tokenizer(Prose(0).text(_BYTES_A_TOKEN * case.length), return_tensors="pt")["input_ids"][:, : case.length]
     ids = text.to(case.hf.device)
     full = _nll(case.hf(input_ids=ids, use_cache=False).logits[0].float(), ids)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from kvbench.harness.audit.attended import UNKNOWN
 from kvbench.harness.audit.case import Case, check
 from kvbench.harness.audit.trace import FAULTS, Pass, placement
-from kvbench.harness.core.checks import Outcome, failed, judged, passed, skipped
+from kvbench.harness.core.checks import Outcome, failed, judged, passed, require, skipped
 
 _MOST_ALLOCATED = 1.5  # maximum of allocated bytes, relative to the bytes of the tokens held and of one new token
 
@@ -61,8 +61,7 @@ def memory(case: Case) -> Outcome:
     held, token_bytes = last.mean_held, case.decode.token_bytes
     text = f"{before.allocated:,} bytes are allocated between steps, before step {last.first}; {held:g} tokens are held"
     text += f", of {token_bytes:,.0f} bytes each"
-    if case.decode.first_eviction is None:
-        return skipped(f"nothing is evicted: {text}")
+    require(case.decode.first_eviction is not None, f"nothing is evicted: {text}")
     return failed(text) if before.allocated > _MOST_ALLOCATED * token_bytes * (held + 1) else passed(text)
 
 
@@ -91,8 +90,7 @@ def determinism(case: Case) -> Outcome:
 )
 def sinks(case: Case) -> Outcome:
     """Check that sinks are held at every step."""
-    if case.decode.first_eviction is None:
-        return skipped("nothing is evicted")
+    require(case.decode.first_eviction is not None, "nothing is evicted")
     if not case.sinks:
         ends = [0 in head for layer in case.decode.passes[-1].held for head in layer]
         held = f"token 0 is held at the end by {sum(ends)} of {len(ends)} KV heads"
@@ -140,10 +138,8 @@ def length(case: Case) -> Outcome:
 )
 def positions(case: Case) -> Outcome:
     """Measure distances between queries and keys, both with positions from the cache's length and with positions passed."""
-    if case.is_ours:
-        return skipped("the decoder of a policy places keys: positions 'stream'")
-    if not case.rotations:
-        return skipped("RoPE of this model can't be measured")
+    require(not case.is_ours, "the decoder of a policy places keys: positions 'stream'")
+    require(bool(case.rotations), "RoPE of this model can't be measured")
     passed_on = case.decode if case.subject.press is not None else case.trace(case.shortened, explicit=True)
     drivers = {"called directly": case.asking, "with positions of `generate`": passed_on}
     modes, faults = [], []
@@ -157,8 +153,7 @@ def positions(case: Case) -> Outcome:
 
 def _recorded(case: Case, kind: str, evidence: str) -> Outcome:
     """Return the outcome of a check that looks for one kind of fault in the rows that `update` returns."""
-    if case.is_ours:
-        return skipped("the decoder of a policy answers the model's calls")
+    require(not case.is_ours, "the decoder of a policy answers the model's calls")
     return judged(FAULTS[kind](case.decode), evidence)
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from kvbench.harness.cli.output import FILLED, show_checks
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.files import atomic_write, writable
-
-if TYPE_CHECKING:
-    from kvbench.harness.audit.audit import Named
 
 
 @click.command()
@@ -54,11 +49,13 @@ def audit(
 
     from kvbench.harness.audit.audit import audited, models_of
     from kvbench.harness.audit.subject import subject_of
+    from kvbench.harness.run.progress import StderrConsole, steps_view
 
     torch.set_num_threads(1)  # faster for tiny models
     subject = subject_of(target, settings, budget, sinks)
     named = [model for name in models for model in models_of(name)] or models_of(None)
-    result = audited(subject, _announced(named), like, skip)
+    with steps_view(StderrConsole()) as progress:
+        result = audited(subject, named, like, skip, progress)
     if page is not None:
         with atomic_write(writable(Path(page).parent) / Path(page).name) as file:
             file.write(result.to_html())
@@ -69,11 +66,3 @@ def audit(
         click.echo(f"bench: {result.summary}", err=True)
     if not result.ok:
         sys.exit(Exit.NO)
-
-
-def _announced(models: Iterable[Named]) -> Iterator[Named]:
-    """Name every model on a terminal before it is used."""
-    for model in models:
-        if sys.stderr.isatty():
-            click.echo(f"bench: model {model.name}", err=True)
-        yield model

@@ -10,6 +10,8 @@ from kvbench.harness.core.errors import described
 
 Verdict = Literal["pass", "fail", "not applicable"]
 
+StepProgress = Callable[[str, int, int], object]  # called when a step begins: its name, its number, and the number of steps
+
 
 class Outcome(NamedTuple):
     """Verdict of a check, with its evidence in one line, and the exception that the code under test raised, if any."""
@@ -39,16 +41,26 @@ def skipped(reason: str) -> Outcome:
     return Outcome("not applicable", reason)
 
 
-class RefusedError(Exception):
-    """The code under test refuses an optional operation."""
+class NotApplicableError(Exception):
+    """A check does not apply; the message says why."""
 
 
-def outcome_of(find: Callable[[], Outcome]) -> Outcome:
-    """Run a check. An exception of the code under test fails it, unless the code refuses an optional operation."""
+def require(condition: bool, reason: str = "does not apply") -> None:
+    """End a check that does not apply unless a condition holds.
+
+    Raises:
+        NotApplicableError: the condition does not hold.
+    """
+    if not condition:
+        raise NotApplicableError(reason)
+
+
+def outcome_of(find: Callable[..., Outcome], *given: object) -> Outcome:
+    """Run a check. An exception of the code under test fails it, unless the check does not apply."""
     try:
-        return find()
-    except RefusedError as refusal:
-        return skipped(str(refusal))
+        return find(*given)
+    except NotApplicableError as reason:
+        return skipped(str(reason))
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         return Outcome("fail", f"it raises {described(error)}", error)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.checks import Check, Outcome, judged, outcome_of, skipped
+from kvbench.harness.core.checks import Check, judged, outcome_of, skipped
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.rules.views import (
     LARGEST,
@@ -59,7 +58,7 @@ class Case:
         return max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
 
 
-Rule = tuple[str, Callable[[Case], str | None]]  # name; check, which returns a problem, "", or None if it does not apply
+Rule = tuple[str, Callable[[Case], str]]  # name; check, which returns a problem, or "" if there is none
 
 
 def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Case:
@@ -73,24 +72,19 @@ def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Ca
     return Case(policy.bind(capacity), policy, capacity, device)
 
 
+@torch.inference_mode()  # as in a run
 def check_rules(rules: Iterable[Rule], on: Case) -> list[Check]:
     """Check rules on a policy, in order. After a broken rule of `FOUNDATIONS`, other rules are not tried.
 
     An error of the policy that an earlier rule reported is not reported again.
     """
     checks: list[Check] = []
-    for rule in rules:
+    for name, test in rules:
         is_baseless = any(check.verdict == "fail" and check.name in dict(FOUNDATIONS) for check in checks)
-        outcome = _SEE_ABOVE if is_baseless else outcome_of(partial(_outcome, rule, on))
+        outcome = _SEE_ABOVE if is_baseless else outcome_of(lambda test: judged(test(on)), test)
         is_reported = outcome.error is not None and any(check.evidence == outcome.evidence for check in checks)
-        checks.append(Check(on.label, rule[0], *(_SEE_ABOVE if is_reported else outcome)))
+        checks.append(Check(on.label, name, *(_SEE_ABOVE if is_reported else outcome)))
     return checks
-
-
-@torch.inference_mode()  # as in a run
-def _outcome(rule: Rule, on: Case) -> Outcome:
-    problem = rule[1](on)
-    return skipped("does not apply") if problem is None else judged(problem)
 
 
 def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[Check]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.checks import Check, Report
+from kvbench.harness.core.checks import Check, NotApplicableError, Report, StepProgress, require
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.evict import Evict
@@ -60,14 +60,13 @@ def check(
     name: str,
     settings: Sequence[str] = (),
     capacities: Sequence[int] = (),
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    progress: StepProgress = lambda *_: None,
 ) -> CheckedPolicy:
     """Check every rule on a policy.
 
     Args:
         settings: parameters of the policy, "key=value" each.
         capacities: capacities to check; `DEFAULT_CAPACITIES` when empty.
-        progress: called when a step begins, with the name of the step, its number and the number of steps.
 
     Raises:
         UserError: the policy is unknown, has no such parameter, or is a third-party cache.
@@ -170,9 +169,8 @@ def _held(read: Any) -> list[float]:
     return [fmean(len(head) for layer in layers for head in layer) for layers in zip(*read.kept(), strict=True)]
 
 
-def _capacity(on: Case) -> str | None:
-    if not on.policy.evicts or on.policy.outcome:
-        return None
+def _capacity(on: Case) -> str:
+    require(on.policy.evicts and not on.policy.outcome)
     model = _tiny()
     read: Any = decoder(model, _config(on), 2)
     table = static_table(model, _config(on), None) if on.policy.caches else None
@@ -185,10 +183,9 @@ def _capacity(on: Case) -> str | None:
     return "" if least == on.capacity else f"only {least:g} tokens are held at capacity {on.capacity}"
 
 
-def _after_a_prompt(on: Case) -> str | None:
+def _after_a_prompt(on: Case) -> str:
     """Check that a prompt is read under full attention and cut once, and that the cache grows afterwards."""
-    if not on.policy.evicts or not on.policy.caches:
-        return None
+    require(on.policy.evicts and on.policy.caches)
     read = CachedDecoder(_tiny(), _config(on, "prompt"), 2)
     length = on.capacity + _TOKENS_PAST_FULL
     read.read_prompt(_tokens(length), _PROMPT_BLOCK)
@@ -205,10 +202,9 @@ def _after_a_prompt(on: Case) -> str | None:
     return "there is a NaN in the logits after a prompt" if bool(logits.isnan().any()) else ""
 
 
-def _several_at_once(on: Case) -> str | None:
+def _several_at_once(on: Case) -> str:
     """Compare blocks under `{every: 8}` with the same tokens one by one. No token repeats, because equal keys would tie."""
-    if not on.policy.evicts or not on.policy.caches or on.policy.outcome:
-        return None
+    require(on.policy.evicts and on.policy.caches and not on.policy.outcome)
     length = on.capacity + _TOKENS_PAST_FULL
     model, config = _tiny(length), _config(on, _EVERY)
     tokens = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(stream)) for stream in range(2)])
@@ -223,9 +219,8 @@ def _several_at_once(on: Case) -> str | None:
     return "" if blocks.kept() == one_by_one.kept() else "a block of 5 tokens keeps other tokens than the same tokens one by one"
 
 
-def _equal_to_dense(on: Case) -> str | None:
-    if on.policy.outcome or isinstance(on.policy, Selecting):
-        return None
+def _equal_to_dense(on: Case) -> str:
+    require(not on.policy.outcome and not isinstance(on.policy, Selecting))
     model = _tiny()
     table = static_table(model, _config(on), None) if on.policy.evicts and on.policy.caches else None
     tokens = _tokens(on.capacity if table is None else min(map(min, table)))
@@ -233,21 +228,20 @@ def _equal_to_dense(on: Case) -> str | None:
     return logits_fault(logits, expected, _OF_DENSE, "dense before anything is evicted")
 
 
-def _selection(on: Case) -> str | None:
+def _selection(on: Case) -> str:
     """Compare blocks, which attend under masks, with single tokens, which gather what they read."""
-    if not isinstance(on.policy, Selecting):
-        return None
+    require(isinstance(on.policy, Selecting))
     tokens, methods = _tokens(_SELECTED_FROM_TOKENS), (PLAIN_WALK, TOKEN_BY_TOKEN)
     by_masks, gathered = (CachedDecoder(_tiny(), _config(on), 2, method)(tokens) for method in methods)
     fault = logits_fault(by_masks, gathered, _OF_BLOCKS, "single tokens")
     return fault and f"in blocks, {fault}: are slots distinct?"
 
 
-def _band(on: Case) -> str | None:
+def _band(on: Case) -> str:
     """Compare the policy's band with the tokens that its importance keeps."""
     band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches and not on.policy.outcome else None
     if band is None:
-        return None
+        raise NotApplicableError("does not apply")
     sinks, window = band
     if sinks < 0 or window < 1 or sinks + window != on.capacity:
         return f"sinks {sinks} + window {window} are not the capacity {on.capacity}"

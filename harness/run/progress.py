@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from kvbench.harness.core.checks import StepProgress
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.shown import duration, visible
 from kvbench.harness.records import Record
@@ -233,7 +234,7 @@ class ProgressView(RunWatcher):
 
 
 @contextlib.contextmanager
-def steps_view(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def steps_view(console: Console) -> Iterator[StepProgress]:
     """Yield a function that shows, on a terminal only, the step that begins: its name, its number and the number of steps."""
     with _rows(console) as rows:
         row = rows.add_task("starting", total=None, text="")
