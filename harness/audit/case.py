@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvbench.harness.audit.subject import Subject
-from kvbench.harness.audit.trace import FAULTS, Trace, new_faults, trace
+from kvbench.harness.audit.subject import Reader, Subject
+from kvbench.harness.audit.trace import FAULTS, Trace, Tracer, new_faults
 from kvbench.harness.core.checks import NotApplicableError, Outcome
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.engine.comparison import logits_fault, rounding_of
@@ -73,10 +73,27 @@ class Case:
         texts = [torch.randperm(self.vocabulary, generator=generator)[: self.length] for _ in range(rows)]
         return torch.stack(texts).to(self.hf.device)
 
-    def trace(self, blocks: Iterable[int], *, explicit: bool | None = None, hf: PreTrainedModel | None = None) -> Trace:
-        """Read the text in blocks with a new cache, with PyTorch's generator seeded by 0."""
+    def trace(
+        self, blocks: list[int], *, explicit: bool | None = None, hf: PreTrainedModel | None = None, by: Subject | None = None
+    ) -> Trace:
+        """Read the text in blocks with a new cache, and record what every layer attends to. An exception ends the trace.
+
+        PyTorch's generator is seeded by 0.
+
+        Args:
+            explicit: pass positions to the model, as `generate` does; for presses only when None.
+            hf: other model.
+            by: other subject, whose cache is traced.
+        """
         torch.manual_seed(0)
-        return trace(self.subject, hf or self.hf, self.text(), blocks, self.rotations, explicit)
+        result, hf = Trace(), hf or self.hf
+        try:
+            tracer = Tracer(Reader(by or self.subject, hf, explicit), hf, self.rotations, result)
+            for block in self.text()[:, : sum(blocks)].split(blocks, 1):
+                tracer.read(block)
+        except Exception as error:  # a user's cache may raise anything
+            result.error = f"it raises {described(error)} after {result.passes[-1].end if result.passes else 0} tokens"
+        return result
 
     @cached_property
     def prompt(self) -> int:
@@ -157,7 +174,7 @@ class Case:
         """Describe the difference between logits and expected logits; empty if it is within rounding. [..., V], [..., V]."""
         return logits_fault(logits, expected, rounding_of(self.hf.dtype), whose)
 
-    def fault_of(self, blocks: Iterable[int]) -> str:
+    def fault_of(self, blocks: list[int]) -> str:
         """Describe the first fault of reading the text in these blocks; empty if there is none.
 
         The cache must respect the budget and keep the first tokens if it does so in `decode`. If values are stored exactly,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvbench.harness.audit.case import Case, check
 from kvbench.harness.audit.subject import Reader
-from kvbench.harness.audit.trace import Trace, trace
+from kvbench.harness.audit.trace import Trace
 from kvbench.harness.core.checks import Outcome, failed, passed, require, skipped
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, Watcher, watch
@@ -24,7 +24,7 @@ def like(case: Case) -> Outcome:
     """Compare the tokens held before every step with those of a policy of ours."""
     if case.like is None:
         return skipped("no policy is named (--like)")
-    ours = trace(case.like, case.hf, case.text(), case.steps(case.prompt), case.rotations)
+    ours = case.trace(case.steps(case.prompt), by=case.like)
     if ours.error:
         return skipped(f"{case.like.name}: {ours.error}")
     for a, b in zip(case.decode.passes, ours.passes, strict=False):

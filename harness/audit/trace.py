@@ -5,7 +5,7 @@ A fault is one line with the step, the layer and the KV head at which it first o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.harness.audit.attended import UNKNOWN, UNPLACED, Read, Recorder
-from kvbench.harness.audit.subject import Reader, Subject
-from kvbench.harness.core.errors import described
+from kvbench.harness.audit.subject import Reader
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.stored import storage_bytes, tensors_in
 from kvbench.harness.run.generate import Cache as PolicyCache
@@ -90,31 +89,6 @@ class Trace:
     def rounding(self) -> float:
         """Largest relative difference between a stored value and the value that was given."""
         return max((read.error for p in self.passes for read in p.reads), default=0.0)
-
-
-def trace(
-    subject: Subject,
-    hf: PreTrainedModel,
-    ids: Tensor,
-    blocks: Iterable[int],
-    rotations: list[Rotation | None],
-    explicit: bool | None = None,
-) -> Trace:
-    """Read a text in blocks with a new cache, and record what every layer attends to. An exception ends the trace.
-
-    Args:
-        ids: distinct tokens, by which rows are told apart. [1, N] int64.
-        rotations: RoPE of every layer; empty if unknown.
-        explicit: pass positions to the model, as `generate` does; for presses only when None.
-    """
-    result = Trace()
-    try:
-        tracer = Tracer(Reader(subject, hf, explicit), hf, rotations, result)
-        for block in ids[:, : sum(blocks := list(blocks))].split(blocks, 1):
-            tracer.read(block)
-    except Exception as error:  # a user's cache may raise anything
-        result.error = f"it raises {described(error)} after {result.passes[-1].end if result.passes else 0} tokens"
-    return result
 
 
 class Tracer:
