@@ -223,6 +223,13 @@ def test_a_run_refuses_it_before_anything_is_measured(tmp_path, model_dir, text_
     assert len(json.loads(out)) == 2
 
 
+def test_the_command_shows_a_verdict_per_capacity_and_exits_with_1(tmp_path, capsys):
+    (tmp_path / "near.py").write_text(NEAR)
+    code, out, _ = bench(capsys, "policy", "check", f"{tmp_path / 'near.py'}:Near", "--capacity", 8, "--capacity", 32)
+    assert code == 1
+    assert "for all of a full cache\tfail\tpass\t8: every slot is +inf as soon as the cache is full" in out
+
+
 @pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_pass(name, monkeypatch):

@@ -13,7 +13,7 @@ import click
 
 from kvbench import __version__
 from kvbench.harness.cli.output import FILLED
-from kvbench.harness.core.errors import Exit
+from kvbench.harness.core.errors import Exit, first_line
 
 _PACKAGES = ("torch", "transformers", "numpy", "datasets", "lm-eval", "pyarrow", "pydantic", "triton", "vl-convert-python")
 _HUB_TIMEOUT_S = 4
@@ -67,7 +67,7 @@ def report(model: str | None = None, data: Path | None = None, quick: bool = Fal
         try:
             yield name, value()
         except Exception as error:  # the report must also work on faulty machines
-            yield name, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            yield name, f"FAILED: {type(error).__name__}: {first_line(error)}"
 
 
 def _packages() -> str:
