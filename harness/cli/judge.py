@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import json
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -61,7 +60,7 @@ def compare(a: str, b: str, results: str, as_json: bool, markdown: bool, every: 
     if not judged:
         raise UserError(f"{a} ({len(first)} records) and {b} ({len(second)} records) have no cell in common")
     if as_json:
-        click.echo(json.dumps([x.as_json() for x in judged], indent=1, ensure_ascii=False))
+        print_rows([x.as_json() for x in judged], as_json)
     elif markdown:
         click.echo(comparison.markdown(judged, a, b), nl=False)
     else:
@@ -107,10 +106,7 @@ def check(
             findings = gate.check((records, Path(folder)), (now, now_folder), reference.bands)
     else:
         findings = _run(reference, (records, Path(folder)), keep, model, data)
-    if as_json:
-        click.echo(json.dumps([vars(f) for f in findings], indent=1, ensure_ascii=False))
-    else:
-        print_rows(_rows([f for f in findings if f.state != "ok"]), False)
+    print_rows([vars(f) for f in findings] if as_json else _rows([f for f in findings if f.state != "ok"]), as_json)
     click.echo(gate.verdict(findings, allow_better), err=True)
     sys.exit(gate.exit_code(findings, allow_better))
 
