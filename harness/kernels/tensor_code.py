@@ -230,12 +230,7 @@ class _Writer:
     def scatter(self, op: Operation) -> None:
         """Write elements to indices along one axis."""
         x, dim, places, source = op.args[0], op.args[1] % op.args[0].dim(), op.args[2], op.args[3]
-        out = op.outs[0]
-        if not op.name.endswith("_"):
-            self._lines.append("{")
-            self._each(out, lambda index: self.element(x, index))
-            self._lines.append("}")
-        index = [f"i{d}" for d in range(places.dim())]
+        index, out = [f"i{d}" for d in range(places.dim())], op.outs[0]
         moved = [*index[:dim], f"within({self.element(places, index)}, {x.shape[dim]})", *index[dim + 1 :]]
         sign = "+=" if op.name.startswith("scatter_add") else "="
         text = f"{self.element(out, moved)} {sign} {self.element(source, index, out.dtype)};"

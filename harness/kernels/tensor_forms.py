@@ -47,7 +47,7 @@ _EXTREMES = {"amax": ">", "amin": "<"}
 REDUCTIONS = {*_IDENTITIES, *_EXTREMES}
 
 
-ARRAYS = {"bmm", "cumsum", "gather", "index_select", "scatter", "scatter_", "scatter_add", "scatter_add_", "sort"}
+ARRAYS = {"bmm", "cumsum", "gather", "index_select", "scatter_", "scatter_add_", "sort"}
 
 
 def is_supported(name: str) -> bool:

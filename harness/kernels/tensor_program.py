@@ -282,6 +282,8 @@ _SIMPLER: dict[str, Callable[..., Any]] = {  # in terms of other operations, whe
     "median": _median,
     "min": _smallest,
     "mm": lambda a, b: torch.bmm(a[None], b[None])[0],
+    "scatter": lambda x, *args: x.clone().scatter_(*args),  # a clone is stored in the order of x
+    "scatter_add": lambda x, *args: x.clone().scatter_add_(*args),
     "std": lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
     "topk": _highest,
     "var": _variance,
