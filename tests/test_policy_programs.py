@@ -16,6 +16,7 @@ from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.policy_program import Layout, programs
 from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
 from kvbench.policies.merges import positions_for
+from kvbench.policies.rkv import RKV
 from kvbench.policies.statistic import Written
 
 FAST = ["keydiff", "merging", "tova"]
@@ -46,6 +47,12 @@ def test_programs_of_shipped_policies_keep_what_the_plain_walk_keeps(tmp_path, n
         check(policy, 20, [15, 18, 1, 20, 12], 1 + many, mode, 1 + 2 * many, prompt=25 * many, offers=["compiled walk"])
 
 
+@needs_compiler
+def test_products_of_several_tiles_are_the_plain_ones():
+    """With 41 slots: a tile has 32, and of the product of keys with themselves one half is computed."""
+    check(RKV(), 40, [45, 20, 1, 9], 2, offers=["compiled walk"])
+
+
 # Each takes the attention received [B, H, S] in order of rank, 0 where there is no token.
 IN_ORDER = {
     "softmax": lambda x: x.softmax(-1),
@@ -64,7 +71,7 @@ IN_ORDER = {
     "scattered": lambda x: torch.zeros_like(x).scatter(-1, x.argsort(dim=-1, stable=True), x),
     "added": lambda x: torch.zeros_like(x).scatter_add(-1, (x > 0.1).long(), x),
     "selected": lambda x: x.index_select(-1, torch.arange(x.shape[-1] - 1, -1, -1)),
-    "counted": lambda x: (x > 0.2).sum(-1, keepdim=True) + (x > 0.1).any(-1, keepdim=True) - (x >= 0).all(-1, keepdim=True) * 1.0,
+    "counted": lambda x: (x > 0.2).sum(-1, keepdim=True) + (x > 0.1).any(-1, keepdim=True) - x.bool().all(-1, keepdim=True) * 1.0,
     "largest": lambda x: x + x.max(-1, keepdim=True).indices + x.min(-1).values[..., None] + x.argmax(-1, keepdim=True),
     "middle": lambda x: x - x.median(-1, keepdim=True).values + x.kthvalue(3, -1).values[..., None],
     "convolved": lambda x: functional.conv1d(x.flatten(0, 1)[:, None], torch.full((1, 1, 3), 0.25), padding=1).view(x.shape),
@@ -139,7 +146,7 @@ class OfHead(Policy):
 class OfLayer(OfHead):
     """Also compares heads: the token that is worth least in all of them goes."""
 
-    statistics = (Sum(), Relative(), Rule("softmax"), Rule("places"), Rule("pairs"))
+    statistics = (Sum(), Relative(), *map(Rule, ("softmax", "places", "pairs", "counted")))
     scope = "layer"
 
     def importance(self, view: CacheView) -> Tensor:

@@ -101,11 +101,11 @@ enum { TILE_ROWS = 4, TILE = 32 };
                 for (int64_t k = 0; k < inner; k++) \
                     for (int i = 0; i < TILE_ROWS; i++) \
                         for (int j = 0; j < TILE; j++) sum[i][j] += left[(i0 + i) * inner + k] * right[k * width + j0 + j]; \
-                for (int64_t i = i0; i < i0 + TILE_ROWS && i < rows; i++) \
-                    for (int64_t j = j0; j < j0 + TILE && j < columns; j++) { \
-                        out[i * row_stride + j * column_stride] = sum[i - i0][j - j0]; \
-                        if (mirrored) out[j * row_stride + i * column_stride] = sum[i - i0][j - j0]; \
-                    } \
+                const int64_t height = rows - i0 < TILE_ROWS ? rows - i0 : TILE_ROWS, last = columns - j0 < TILE ? columns - j0 : TILE; \
+                for (int64_t i = 0; i < height; i++) \
+                    for (int64_t j = 0; j < last; j++) out[(i0 + i) * row_stride + (j0 + j) * column_stride] = sum[i][j]; \
+                for (int64_t j = 0; j < last && mirrored; j++) \
+                    for (int64_t i = 0; i < height; i++) out[(j0 + j) * row_stride + (i0 + i) * column_stride] = sum[i][j]; \
             } \
     }
 MULTIPLY(float)
@@ -113,7 +113,7 @@ MULTIPLY(double)
 
 /* Equal tokens must be worth the same in every slot: sums keep their order, and no product is fused with a sum. */
 #pragma GCC push_options
-#pragma GCC optimize("no-associative-math", "fp-contract=off")
+#pragma GCC optimize("no-associative-math", "fp-contract=off", "no-tree-pre")
 
 /* Returns exp(x); 0 and infinity beyond the range of `bounded_exponential`. */
 static inline float exponential(float x) {

@@ -91,14 +91,13 @@ class _Writer:
         if not isinstance(x, Tensor):
             return literal(x, dtype or torch.get_default_dtype())
         if (used := self._inlined.get(address(x))) is not None:
-            text = f"(({type_of(x.dtype)}){self._elementwise(used)(index[len(index) - x.dim() :])})"
-            return text if dtype in (None, x.dtype) else f"(({type_of(dtype)}){text})"
+            text = self._elementwise(used)(index[len(index) - x.dim() :])
+            return _converted(text if x.dtype == torch.bool else f"(({type_of(x.dtype)}){text})", x.dtype, dtype)
         if not self._varies(x) and x.numel() and bool((x == (first := x.flatten()[0])).all()):
             return literal(first.item(), dtype or x.dtype)
         own = index[len(index) - x.dim() :]
         terms = [f"{i} * {n}" for i, n, size in zip(own, x.stride(), x.shape, strict=True) if n and size > 1]
-        text = f"{self._pointer(x)}[{' + '.join([str(x.storage_offset()), *terms])}]"
-        return text if dtype in (None, x.dtype) else f"(({type_of(dtype)}){text})"
+        return _converted(f"{self._pointer(x)}[{' + '.join([str(x.storage_offset()), *terms])}]", x.dtype, dtype)
 
     def _locals(self, **sizes: tuple[str, int]) -> str:
         """Declare local arrays in the scratch memory, by name. sizes: type and length of each."""
@@ -189,8 +188,10 @@ class _Writer:
         if whole:
             lines += [
                 f"{kind_name} lane[{_LANES}]; for (int j = 0; j < {_LANES}; j++) lane[j] = {identity};",
-                f"for (int64_t first = 0; first < {whole}; first += {_LANES}) for (int j = 0; j < {_LANES}; j++)",
-                f"{{ const int64_t {name} = first + j; lane[j] = {form.format('lane[j]', element)}; }}",
+                f"for (int64_t first = 0; first < {whole}; first += {_LANES})",
+                "#pragma GCC unroll 1",  # GCC vectorises the loop, but not its unrolled body
+                f"for (int j = 0; j < {_LANES}; j++)",
+                f"{{ const int64_t {name} = first + j; const {kind_name} x = {element}; lane[j] = {form.format('lane[j]', 'x')}; }}",
                 f"for (int j = 0; j < {_LANES}; j++) total = {form.format('total', 'lane[j]')};",
             ]
         lines.append(f"for (int64_t {name} = {whole}; {name} < {size}; {name}++) total = {form.format('total', element)};")
@@ -251,11 +252,11 @@ class _Writer:
         (size, rows, inner), columns, kind = a.shape, b.shape[2], type_of(out.dtype)
         height, width = -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _TILE) * _TILE
         body = self._locals(left=(kind, height * inner), right=(kind, inner * width))
-        for name, x, (first, second), length in (("left", a, "ik", inner), ("right", b, "kj", width)):
-            whole = f"{first} < {x.shape[1]} && {second} < {x.shape[2]}"
-            body += f"for (int64_t {first} = 0; {first} < {height if name == 'left' else inner}; {first}++) "
-            body += f"for (int64_t {second} = 0; {second} < {length}; {second}++) "
-            body += f"{name}[{first} * {length} + {second}] = {whole} ? {self.element(x, ['n', first, second])} : 0;\n"
+        for name, x, (i, j), lengths in (("left", a, "ik", (height, inner)), ("right", b, "kj", (inner, width))):
+            whole = f"{i} < {x.shape[1]} && {j} < {x.shape[2]}"
+            nested = sorted(zip((i, j), lengths, x.stride()[1:], strict=True), key=lambda axis: -axis[2])
+            body += " ".join(f"for (int64_t {k} = 0; {k} < {length}; {k}++)" for k, length, _ in nested)
+            body += f" {name}[{i} * {lengths[1]} + {j}] = {whole} ? {self.element(x, ['n', i, j])} : 0;\n"
         target = self.element(out, ["n", "0", "0"])
         body += f"multiply_{kind}(left, right, &{target}, {rows}, {inner}, {columns}, {width}, "
         body += f"{out.stride(1)}, {out.stride(2)}, {int(_mirrored(a, b))});"
@@ -271,6 +272,13 @@ _SPECIAL: dict[str, Callable[[_Writer, Operation], None]] = {
     "scatter_add": _Writer.scatter,
     "sort": _Writer.sort,
 }
+
+
+def _converted(text: str, dtype: torch.dtype, wanted: torch.dtype | None) -> str:
+    """Convert an expression to another dtype, if one is wanted. Every number but 0 is true."""
+    if wanted in (None, dtype):
+        return text
+    return f"({text} != 0)" if wanted == torch.bool else f"(({type_of(wanted)}){text})"
 
 
 def _mirrored(a: Tensor, b: Tensor) -> bool:
