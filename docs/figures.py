@@ -71,7 +71,7 @@ def backcopy() -> str:
         columns[training] = {
             "attention to the first token": f"{token['attention']:.3f}",
             "norm of its value, relative to other tokens": f"{token['value']:.3f}",
-            "perplexity, dense": f"{math.exp(dense.nll):.2f}",
+            "perplexity, dense": f"{dense.perplexity:.2f}",
         } | {f"lost without it, {c} tokens cached": f"{abs(losses[training, c]):.0f} %" for c in (64, 32, 8)}
     rows = [[title, *(column[title] for column in columns.values())] for title in next(iter(columns.values()))]
     best = math.exp(best_nll(text(0, 32_768).split()))

@@ -9,7 +9,8 @@ from scipy import stats
 from statsmodels.tsa.stattools import acf
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, clustered_share, interval, wilson
-from kvbench.harness.report.pairing import perplexity
+from kvbench.harness.core.perplexity import percent_lost, perplexity
+from kvbench.harness.report.pairing import nll_interval
 from kvbench.lab.studies.interval_coverage import CORRELATIONS, PROCESSES, RUN, STREAMS, clusters, coverage, coverage_of_shares
 
 pytestmark = pytest.mark.fast
@@ -158,10 +159,15 @@ def test_where_one_text_outweighs_the_rest_there_is_no_interval():
 
 
 def test_a_mean_over_a_trend_has_neither_an_interval_nor_a_p_value():
-    steady, trend = (perplexity(record("dense", None, facts={"training_length": n})) for n in (100_000, 512))
+    steady, trend = (nll_interval(record("dense", None, facts={"training_length": n})) for n in (100_000, 512))
     assert ends(steady)
     assert trend.low is trend.high is trend.p is None
     assert trend.mean == steady.mean
+
+
+def test_the_perplexity_of_a_model_that_predicts_nothing_is_finite():
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert math.isfinite(perplexity(1e4) + percent_lost(1e4))
 
 
 @pytest.mark.parametrize("streams", STREAMS)

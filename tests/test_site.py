@@ -11,9 +11,10 @@ from factories import EVIL, changed, edit, record
 from playwright.sync_api import expect
 from test_feed import answered, everything, noisy, of_budgets
 
+from kvbench.harness.core.perplexity import percent_lost
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report import keep_map, site
-from kvbench.harness.report.feed.question import percent, questions
+from kvbench.harness.report.feed.question import questions
 from kvbench.harness.report.feed.words import signed
 from kvbench.harness.report.site.maps import maps
 
@@ -209,7 +210,7 @@ def test_a_row_opens_to_its_rivals_and_to_what_repeats_it(opened):
     shown = {name: rest for name, *rest in lines}
     for rival in ("window", "random"):
         lost = question.change(rows["h2o"], rows[rival])
-        value, low, high = (signed(percent(part)) for part in (lost.mean, lost.low, lost.high))
+        value, low, high = (signed(percent_lost(part)) for part in (lost.mean, lost.low, lost.high))
         verdict = {1: "worse", -1: "better", 0: "can't tell"}[lost.sign]
         assert shown[rival] == [value, f"[{low.lstrip('+')}, {high.lstrip('+')}]", verdict]
     assert re.search(r"bench run [0-9a-f]{8} --fresh", page.inner_text(".opened"))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.core.perplexity import perplexity
 
 _MAX_BLOCKS = 4096
 _MIN_BLOCK_TOKENS = 32
@@ -52,7 +53,7 @@ def nll_figures(
     result: dict[str, Any] = {
         "tokens": int(is_scored.sum()),
         "nll": mean,
-        "perplexity": math.exp(min(mean, 700.0)),
+        "perplexity": perplexity(mean),
         "buckets": _buckets(values, is_scored, prefix, streams),
         "blocks": _sums(values, is_scored, runs) | {"size": size},
         "texts": _sums(values, is_scored, texts),

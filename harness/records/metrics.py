@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.records.figure_rules import (
     ANSWERED,
     BYTES,
@@ -172,7 +173,7 @@ class NllMetrics(Metrics):
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
         """Yield perplexity, and bits per byte unless the record lacks the number of bytes."""
-        yield "perplexity", math.exp(min(self.nll, 700.0))
+        yield "perplexity", perplexity(self.nll)
         if self.bytes is not None:
             yield "bits_per_byte", self.nll * self.tokens / math.log(2) / max(1, self.bytes)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, long_enough
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.core.shown import duration, visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
@@ -267,7 +268,7 @@ def _perplexity(row: Row, nll: float | None) -> str:
     """Return the perplexity; a dash if it has a trend, because the mean then depends on the length of the text."""
     if nll is None or row.perplexity is None:
         return ""
-    return "–" if past_training(row.perplexity) else digits(math.exp(min(nll, 700))) + strided(row.perplexity)
+    return "–" if past_training(row.perplexity) else digits(perplexity(nll)) + strided(row.perplexity)
 
 
 def _findings(records: Sequence[Record]) -> list[str]:

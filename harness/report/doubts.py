@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.grouped import grouped
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.figure_rules import MEAN_NATS, SUM
@@ -113,7 +114,7 @@ def _doubts(record: Record) -> Iterator[str]:
     if nats > math.log(guess):
         yield (
             "dense is worse than a uniform guess within the model's training length (perplexity "
-            f"{math.exp(min(nats, 700)):,.0f}, vocabulary {guess:,}): are these its tokenizer, its weights and its kind of text?"
+            f"{perplexity(nats):,.0f}, vocabulary {guess:,}): are these its tokenizer, its weights and its kind of text?"
         )
 
 

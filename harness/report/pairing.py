@@ -8,7 +8,6 @@ all cells read. docs/statistics.md has the rule ("The same tokens").
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, Ends, Interval, clustered, interval
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.records import Record
 from kvbench.harness.records.beside import TraceFile
 from kvbench.harness.records.figure_rules import Compared
@@ -53,7 +53,7 @@ def past_training(record: Record) -> bool:
     return length is not None and tokens > length
 
 
-def perplexity(record: Record) -> Interval | None:
+def nll_interval(record: Record) -> Interval | None:
     """Return the mean NLL of the whole stream with its interval; None if not measured."""
     metrics = record.measured(NllMetrics)
     if metrics is None:
@@ -256,7 +256,7 @@ def on_common(record: Record, common: Common) -> Record | None:
     tokens = sum(shared.tokens)
     nll = sum(shared.nll_sum) / tokens
     blocks = Blocks.model_construct(nll_sum=shared.nll_sum, tokens=shared.tokens, size=shared.size)
-    figures = {"tokens": tokens, "nll": nll, "perplexity": math.exp(min(nll, 700.0)), "blocks": blocks, "texts": shared.texts}
+    figures = {"tokens": tokens, "nll": nll, "perplexity": perplexity(nll), "blocks": blocks, "texts": shared.texts}
     figures |= {"on_stride": shared if common.stride > 1 else None, "buckets": _buckets(metrics, shared)}
     return replace(record, metrics=metrics.model_copy(update=figures))
 

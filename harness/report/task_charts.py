@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerCounts, NllMetrics, StepMetrics
 from kvbench.harness.report import chart
@@ -59,7 +60,7 @@ def _points(record: Record) -> list[dict[str, float]]:
         if tokens[low:high].sum() >= _MIN_SCORED_TOKENS:
             nll = float(sums[low:high].sum() / tokens[low:high].sum())
             middle = math.sqrt(max(low * size, size / 2) * high * size)
-            points.append({"token": round(middle, 1), "perplexity": float(f"{math.exp(min(nll, 700)):.5g}")})
+            points.append({"token": round(middle, 1), "perplexity": float(f"{perplexity(nll):.5g}")})
             low = high
         elif high == len(sums):  # the rest is too short for a point
             break

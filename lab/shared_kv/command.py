@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,6 +11,7 @@ import click
 from kvbench.harness.cli.output import print_rows
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import policy_from
+from kvbench.harness.core.perplexity import percent_lost, perplexity
 from kvbench.harness.data.texts import Source, texts
 from kvbench.harness.suite import yaml_value
 from kvbench.policies import Policy, PositionMode
@@ -108,8 +108,8 @@ def _rows(hf: PreTrainedModel, settings: Mapping[str, Setting], tokens: Tensor, 
             "policy": name,
             "capacity": setting.capacity,
             "nll": round(nll, 5),
-            "perplexity": round(math.exp(nll), 4),
-            "% lost": round(100 * math.expm1(nll - reference), 1),
+            "perplexity": round(perplexity(nll), 4),
+            "% lost": round(percent_lost(nll - reference), 1),
             "kv_bytes": kv_bytes,
         }
 

@@ -5,7 +5,6 @@ Rows of a question can be compared with each other. No question has two texts or
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Literal
 
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import Interval
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, StepMetrics
 from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, paired, past_training
@@ -23,14 +23,7 @@ from kvbench.harness.report.sections import by_machine, groups, section_key, usu
 from kvbench.harness.report.shares import is_answered
 from kvbench.harness.report.verify import CACHELESS, kv_bytes
 
-_MAX_NATS = 700  # largest argument of the exponential without overflow
-
 Measure = Literal["perplexity", "answers"]
-
-
-def percent(nats: float) -> float:
-    """Convert a difference in nats per token to % of perplexity."""
-    return 100 * math.expm1(min(nats, _MAX_NATS))
 
 
 def reference(question: Question, capacity: int | None) -> Row | None:
@@ -133,7 +126,7 @@ class Question:
     def perplexity(self, row: Row, capacity: int | None = None) -> float | None:
         """Return the perplexity over the tokens of a budget (`figure`); None for answers."""
         nll = self.figure(row, capacity) if self.measure == "perplexity" else None
-        return None if nll is None else math.exp(min(nll, _MAX_NATS))
+        return None if nll is None else perplexity(nll)
 
     @cached_property
     def names(self) -> dict[str, str]:

@@ -11,12 +11,13 @@ from typing import Any
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.core.packaged import PACKAGED
+from kvbench.harness.core.perplexity import percent_lost
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report import sections
 from kvbench.harness.report.compare import MARKS, round_ratios
 from kvbench.harness.report.doubts import faults
-from kvbench.harness.report.feed.question import Question, is_reference, percent
+from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.feed.words import origin, task
 from kvbench.harness.report.markdown import task_name, title
 from kvbench.harness.report.pairing import judge_interval
@@ -75,7 +76,7 @@ def loss_to(question: Question, row: Row, base: Row | None) -> dict[str, Any] | 
     if base is None or change is None:
         return None
     of_text, ends = question.measure == "perplexity", (change.mean, change.low, change.high)
-    value, low, high = (None if x is None else figure(percent(x) if of_text else 100 * x) for x in ends)
+    value, low, high = (None if x is None else figure(percent_lost(x) if of_text else 100 * x) for x in ends)
     name, capacity = question.names[base.id], base.cell.capacity
     return {
         "to": base.id,

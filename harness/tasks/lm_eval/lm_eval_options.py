@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.figure_rules import BYTES, EXACT, PART_NATS, SUM, Unchecked, near
@@ -144,8 +144,8 @@ class LmEvalMetrics(ScoreMetrics):
         parts = [self.score] + ([] if self.stderr is None else [self.stderr])
         if self.weights is None:
             return " ± ".join(f"{100 * part:.1f}" for part in parts)
-        perplexity = math.exp(min(-self.score, 700.0))
-        return " ± ".join(digits(part, 3) for part in [perplexity, *(perplexity * part for part in parts[1:])])
+        whole = perplexity(-self.score)
+        return " ± ".join(digits(part, 3) for part in [whole, *(whole * part for part in parts[1:])])
 
     def derived(self, cell: CellSpec) -> Iterator[tuple[str, Any]]:
         """Yield right answers from the outcomes, the score from the accuracy, and pass@k from the scores of answers."""

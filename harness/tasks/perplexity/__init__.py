@@ -8,7 +8,6 @@ book). A block of tokens passes one layer at a time, which gives the same number
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.data.stream import TokenStream, newline, stream
 from kvbench.harness.data.texts import texts
 from kvbench.harness.records import Record
@@ -28,10 +28,10 @@ from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
     describe_tokens,
+    nll_interval,
     on_common,
     paired,
     past_training,
-    perplexity,
     question,
     scores_all,
     strided,
@@ -229,15 +229,15 @@ def _read(record: Record) -> str:
 
 
 def _perplexity(record: Record | None) -> str:
-    mean = None if record is None else perplexity(record)
+    mean = None if record is None else nll_interval(record)
     if record is None or mean is None:
         return ""
-    value = digits(math.exp(min(mean.mean, 700)))
+    value = digits(perplexity(mean.mean))
     if past_training(record):
         return f"{value} (trend)"
     if mean.low is None or mean.high is None:
         return f"{value} (too short)"
-    return f"{value} [{digits(math.exp(mean.low))}, {digits(math.exp(mean.high))}]"
+    return f"{value} [{digits(perplexity(mean.low))}, {digits(perplexity(mean.high))}]"
 
 
 def _difference(record: Record, base: Record | None) -> str:
@@ -263,7 +263,7 @@ def _buckets(records: Sequence[Record], which_tokens: str = "") -> list[str]:
     measured = [(r, m.buckets) for r in records if (m := r.measured(NllMetrics)) and m.buckets]
     if not measured:
         return []
-    rows = [(r, {(b.from_, b.to): digits(math.exp(min(b.nll, 700))) for b in buckets}) for r, buckets in measured]
+    rows = [(r, {(b.from_, b.to): digits(perplexity(b.nll)) for b in buckets}) for r, buckets in measured]
     length = measured[0][0].facts.training_length
     trained = f" (training length {number(length)})" if length else ""
     about = f"Perplexity by position in the stream{which_tokens}{trained}:\n"
@@ -287,6 +287,6 @@ def _facts(records: Sequence[Record]) -> list[str]:
     drawn = measured[0][1][0].drawn_nats
     return [
         f"NLL of a fact in nats, by words since its previous mention. A new fact is one of "
-        f"{round(math.exp(drawn))}, so it costs {drawn:.2f} nats; a model that remembers it pays almost none:\n",
+        f"{round(perplexity(drawn))}, so it costs {drawn:.2f} nats; a model that remembers it pays almost none:\n",
         *policy_table(rows, records, lambda words: f"{words[0]:,} to {words[1]:,}" if words[1] else "first mention"),
     ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvbench.harness.core.errors import ran_out_of_memory
+from kvbench.harness.core.perplexity import perplexity
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.data.prose import fact_costs
 from kvbench.harness.engine.decoder import Decoder
@@ -184,5 +185,5 @@ def _score(
         nll[text_starts + (start + 1 - prefix + scored)] = losses.reshape(streams, -1)
         so_far += losses.sum(dtype=np.float64), losses.size
         total_nll, scored_tokens = so_far
-        job.progress(length * part.start + stop * streams, f"perplexity {math.exp(min(total_nll / scored_tokens, 700)):.2f}")
+        job.progress(length * part.start + stop * streams, f"perplexity {perplexity(total_nll / scored_tokens):.2f}")
         yield stop + 1
