@@ -98,7 +98,7 @@ def repeat(path: Path, record: Record, data: str | None, scratch: Path) -> list[
     cells = with_references([cell_from_spec(record.cell)])
     *_, again = RunRequest(record.cell.suite, data=data, fresh=True).measure(scratch, cells)
     if again.status != "ok":
-        return [f"the cell failed: {again.error.kind if again.error else '?'}"]
+        return [f"the cell failed: {again.failure}"]
     findings = gate.check(([record], path.parent), ([again], scratch), {})
     unlike = [f"{f.check}: {f.says}" for f in findings if f.state == "regression" and f.check not in _NOT_OF_FIGURES]
     for difference in differences(record, again):

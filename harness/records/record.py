@@ -109,6 +109,11 @@ class Record:
         return isinstance(self.metrics, metrics) or (task is not None and issubclass(task.metrics, metrics))
 
     @property
+    def failure(self) -> str:
+        """Kind of a failed cell's error; empty if the cell succeeded."""
+        return "" if self.status == "ok" else (self.error and self.error.kind) or "failed"
+
+    @property
     def tokens_read(self) -> int:
         """Number of tokens of the text that were read: all, unless reading stopped early."""
         return self.metrics.tokens_read or self.data.tokens

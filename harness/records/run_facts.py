@@ -121,6 +121,12 @@ class Failure(Document):
     where: str = Field("", description="file, line and function, in the user's code if it is on the stack")
     traceback: list[str] = Field(default_factory=list, description="last lines of the traceback")
 
+    @property
+    def reason(self) -> str:
+        """The error in one line, with its place in the code."""
+        text = ": ".join(part for part in (self.kind, self.message) if part)
+        return f"{text} ({self.where})" if self.where else text
+
 
 class RecordedTrace(Document):
     """The file beside a record with figures per token, question or step."""

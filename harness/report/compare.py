@@ -66,8 +66,7 @@ def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Dif
     """
     if a.status != "ok" or b.status != "ok":
         verdict: Verdict = "same" if a.status == b.status else "worse" if a.status == "ok" else "better"
-        kinds = ["ok" if r.status == "ok" else r.error.kind if r.error else r.status for r in (a, b)]
-        return [Difference("status", None, None, None, None, None, verdict, " -> ".join(kinds))]
+        return [Difference("status", None, None, None, None, None, verdict, f"{a.failure or 'ok'} -> {b.failure or 'ok'}")]
     of_kind = [nll(a, b, traces), accuracy(a, b), score(a, b), step_time(a, b)]
     return [*(difference for difference in of_kind if difference is not None), *_plain_figures(a, b)]
 

@@ -16,7 +16,6 @@ from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.figure_rules import MEAN_NATS, SUM
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics
-from kvbench.harness.records.run_facts import Failure
 from kvbench.harness.report.pairing import past_training, question
 from kvbench.harness.report.rows import Row, without_folder
 from kvbench.harness.report.task_report import OF_MACHINE, task_of
@@ -39,9 +38,8 @@ def faults(row: Row, others: Sequence[Row]) -> list[str]:
     problems = []
     for record in row.records:
         if record.status != "ok":
-            error = record.error
-            message = "" if error is None else error.message
-            reason = f"NaN: {message}" if "not finite" in message else "failed" if error is None else error.kind
+            message = record.error.message if record.error else ""
+            reason = f"NaN: {message}" if "not finite" in message else record.failure
             problems.append(f"{record.cell.task.name} failed: {reason}")
         problems += record.metrics.flags
     token = cliff(row, others)
@@ -202,7 +200,7 @@ def troubles(records: Sequence[Record]) -> list[str]:
 
 def _failures(records: Sequence[Record]) -> list[str]:
     """Describe failed cells in a line per policy and reason."""
-    failures = grouped((r for r in records if r.status != "ok"), lambda r: (without_folder(r.cell.policy), _reason(r)))
+    failures = grouped((r for r in records if r.failure), lambda r: (without_folder(r.cell.policy), _reason(r)))
     return [
         visible(f"{policy} failed ({f'{len(failed)} cells' if len(failed) > 1 else failed[0].cell.task.name}): {reason}")
         for (policy, reason), failed in failures.items()
@@ -210,10 +208,7 @@ def _failures(records: Sequence[Record]) -> list[str]:
 
 
 def _reason(record: Record) -> str:
-    """Return the reason of a failure, with the place in the code."""
-    error = record.error or Failure(kind="", message="")
-    reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
-    return f"{reason} ({error.where})" if error.where else reason
+    return record.error.reason if record.error else "no reason given"
 
 
 def _flags(records: Sequence[Record]) -> list[str]:

@@ -80,7 +80,7 @@ def summary_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "figure": headline(on_common(r, common_tokens(by_question[question(r)])) or r),
             "K/V bytes": Row([r]).kv_bytes,
             "tokens/s": None if r.facts.tokens_per_second is None else round(r.facts.tokens_per_second),
-            "status": f"{r.status}: {r.error.kind}" if r.error else "flagged" if r.metrics.flags else r.status,
+            "status": f"failed: {r.failure}" if r.failure else "flagged" if r.metrics.flags else "ok",
             "cell": r.cell_id[:8],
         }
         for r, task, policy in zip(records, tasks, short_titles(records), strict=True)

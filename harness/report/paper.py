@@ -154,7 +154,7 @@ def _cell(
     theirs = "" if paper is None else f"*{quoted}{_multiple(paper, base and base[0])}*"
     if ours is None:
         if record is not None:
-            return f"{theirs} → **failed**: {md(record.error.kind if record.error else '?')}"
+            return f"{theirs} → **failed**: {md(record.failure or '?')}"
         return theirs
     if base is not None:
         return f"{theirs} → **{digits(ours)}**{_multiple(ours, base[1])}"

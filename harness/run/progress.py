@@ -262,7 +262,6 @@ def _rows(console: Console) -> _Rows:
 def _outcome(record: Record) -> str:
     """Return the result of a cell in one line."""
     if record.status == "failed" and record.error:
-        place = f" ({record.error.where})" if record.error.where else ""
-        return f"FAILED, {record.error.kind}: {record.error.message}{place}"
+        return f"FAILED, {record.error.reason}"
     speed = "" if record.facts.tokens_per_second is None else f", {record.facts.tokens_per_second:,.0f} tokens/s"
     return f"{headline(record)}{speed}, {record.facts.seconds or 0.0:.1f} s"

@@ -116,7 +116,6 @@ def cell_json(record: Record) -> dict[str, Any]:
     texts = "" if folder is None else f" --data {folder}"
     local = "" if re.search("[/:]", cell.model.id) or cell.model.id in PACKAGED else " --model FOLDER"
     allowed = f" --policy {cell.policy}" if ":" in cell.policy and not cell.policy.startswith("hf:") else ""
-    failed = "" if record.status == "ok" else record.error.kind if record.error else "failed"
     return {
         "cell": record.cell_id[:12],
         "suite": cell.suite,
@@ -126,7 +125,7 @@ def cell_json(record: Record) -> dict[str, Any]:
         "capacity": cell.capacity,
         "task": task_name(record),
         "figure": sections.headline(record),
-        "status": failed or "; ".join(record.metrics.flags) or "ok",
+        "status": record.failure or "; ".join(record.metrics.flags) or "ok",
         "measured": record.finished[:10],
         "command": f"bench run {record.cell_id[:8]} --fresh{texts}{local}{allowed}",
         "provenance": hashlib.sha256(repr(provenance_json(record)).encode()).hexdigest()[:8],
