@@ -16,7 +16,7 @@ from kvbench.harness.report import sections
 from kvbench.harness.report.feed import answers, words
 from kvbench.harness.report.feed.question import Question, is_reference, questions
 from kvbench.harness.report.feed.words import size
-from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name
+from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name, whole
 from kvbench.harness.report.pairing import describe_tokens, past_training, question, strided, units
 from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine
@@ -211,17 +211,16 @@ def _costed(policies: Sequence[Row], quality: dict[str, list[str]], context: tup
 def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
     """Return columns of bytes and times. K/V is taken from measured peaks if any, because a text may be read as many streams."""
     metered = [next((r for r in row.records if r.measured(PeakMetrics)), None) for row in policies]
-    peaks = [None if record is None else record.measured(PeakMetrics) for record in metered]
+    peaks = [record and record.measured(PeakMetrics) for record in metered]
     times = [row.latency for row in policies]
-    rates = [None if m is None else m.tokens_per_second for m in times]
-    of_peaks = ["" if peak is None else cache_bytes(peak.kv_bytes) for peak in peaks]
+    of_peaks = [cache_bytes(peak and peak.kv_bytes) for peak in peaks]
     summed = [r for r in metered if r] if any(of_peaks) else [row.perplexity or row.records[0] for row in policies]
     return {
         kv_title(summed): of_peaks if any(of_peaks) else [cache_bytes(_kv_bytes(row)) for row in policies],
-        "peak": ["" if peak is None else in_bytes(peak.peak_bytes) for peak in peaks],
-        "TTFT ms": ["" if m is None else digits(m.first_token_ms, 3) for m in times],
-        "TPOT ms": ["" if m is None else digits(m.step_ms, 3) for m in times],
-        "tokens/s": ["" if rate is None else f"{rate:,.0f}" for rate in rates],
+        "peak": [in_bytes(peak and peak.peak_bytes) for peak in peaks],
+        "TTFT ms": [digits(m.first_token_ms, 3) if m else "" for m in times],
+        "TPOT ms": [digits(m.step_ms, 3) if m else "" for m in times],
+        "tokens/s": [whole(m.tokens_per_second) if m else "" for m in times],
     }
 
 

@@ -143,13 +143,13 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
             "rank": _rank(row),
             "policy": md(f"{row['name']} at {row['capacity']:,}" if elsewhere else row["name"]),
             unit: "" if row["loss"] is None else loss_text(row["loss"]),
-            "perplexity": "" if perplexity is None else digits(perplexity) + (f" (1 token in {every})" if every > 1 else ""),
+            "perplexity": digits(perplexity) + (f" (1 token in {every})" if every > 1 and perplexity else ""),
             **{md(task): _right(row, task) for task in tasks},
             "K/V, all streams" if question["measure"] == "perplexity" else "K/V": cache_bytes(row["kv_bytes"]),
             "read by a step": cache_bytes(row["kv_read_bytes"]),
             "of dense": "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
-            "ms/token": "" if row["ms"] is None else digits(row["ms"], 3),
-            "x dense": "" if row["times_dense"] is None else digits(row["times_dense"][0], 3),
+            "ms/token": digits(row["ms"], 3),
+            "x dense": digits(row["times_dense"] and row["times_dense"][0], 3),
         }
         lines.append(cells)
     return rows_table(lines)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.shown import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.metrics import Metrics
 
+M = TypeVar("M", bound=Metrics)
 Row = tuple[Record, Mapping[Any, str]]  # a record and its cells, by column
 _TEXT_COLUMNS = ("policy", "task", "status", "training", "model", "options", "cell", "metric", "verdict", "why")  # aligned left
 _DEFAULT_AXES = {"evict": "step", "kv": "", "positions": "cache", "limit": None, "seed": 0}
@@ -64,8 +66,8 @@ def by_row(records: Sequence[Record]) -> list[list[Record]]:
 
 def status(record: Record) -> str:
     """Return the state of a record: ok, the kind of failure, or the flags."""
-    if record.status != "ok":
-        return f"**failed**: {md(record.error.kind if record.error else '?')}"
+    if record.failure:
+        return f"**failed**: {md(record.failure)}"
     flags = record.metrics.flags
     return f"**flagged**: {md('; '.join(flags))}" if flags else "ok"
 
@@ -100,6 +102,12 @@ def policy_table(
     return rows_table(lines, None if heads is None else {"policy": "policy", "capacity": "capacity", **heads})
 
 
+def measured_table(records: Sequence[Record], metrics: type[M], cells: Callable[[Record, M], Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table with a row per record: its cells, by heading, if it was measured, and its status."""
+    rows = [(r, dict(cells(r, m)) if (m := r.measured(metrics)) else {}) for r in records]
+    return policy_table([(r, row | {"status": status(r)}) for r, row in rows], records)
+
+
 def rows_table(rows: Sequence[Mapping[Any, str]], heads: Mapping[Any, str] | None = None) -> list[str]:
     """Return the lines of a table, given the cells of each row by column. Empty columns are left out.
 
@@ -119,10 +127,20 @@ def number(value: Any) -> str:
     return digits(value) if isinstance(value, float) else ""
 
 
-def digits(value: float, count: int = 4) -> str:
-    """Format a number with `count` significant digits, or all digits before the point. Below 0.0001 it has an exponent."""
+def digits(value: float | None, count: int = 4) -> str:
+    """Format a number with `count` significant digits, or all digits before the point. Below 0.0001 it has an exponent.
+
+    The text is empty for None.
+    """
+    if value is None:
+        return ""
     text = f"{value:.{count}g}"
     return f"{value:,.0f}" if "e+" in text else text
+
+
+def whole(value: float | None) -> str:
+    """Format a number without decimals; empty for None."""
+    return "" if value is None else f"{value:,.0f}"
 
 
 def with_ends(figure: float, ends: Sequence[float] | None, form: str, missing: str = " (too short)") -> str:
@@ -130,8 +148,10 @@ def with_ends(figure: float, ends: Sequence[float] | None, form: str, missing: s
     return f"{figure:{form}}" + (f" [{ends[0]:{form}}, {ends[1]:{form}}]" if ends else missing)
 
 
-def percent(share: float, ends: Sequence[float] | None = None, unit: str = " %") -> str:
-    """Format a share in percent, with the ends of its interval if given."""
+def percent(share: float | None, ends: Sequence[float] | None = None, unit: str = " %") -> str:
+    """Format a share in percent, with the ends of its interval if given; empty for None."""
+    if share is None:
+        return ""
     interval = "" if not ends else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
     return f"{100 * share:.1f}{unit}{interval}"
 

@@ -25,7 +25,7 @@ from kvbench.harness.records.figure_rules import EXACT, MEAN_NATS, PART_NATS, RU
 from kvbench.harness.records.metrics import SampleMetrics
 from kvbench.harness.records.types import Amount, Count, Ends, Nats, Part, Share
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, percent, policy_table, status, task_line, with_ends
+from kvbench.harness.report.markdown import cache_bytes, measured_table, percent, policy_table, task_line, with_ends
 from kvbench.harness.tasks.common.samples import SampleOptions, Samples, SampleTask
 from kvbench.harness.tasks.task import Job, MeasurementError
 
@@ -192,20 +192,16 @@ class Divergence(SampleTask):
             f"{task_line(records[0])}KL divergence from dense to the policy, in nats per token: 0 where nothing has changed. "
             "Top-1 agreement: how often both find the same token most likely. With 95 % intervals:\n"
         )
-        return [about, *policy_table([(r, _row(r)) for r in records], records), *_by_position(records)]
+        return [about, *measured_table(records, DivergenceMetrics, _row), *_by_position(records)]
 
 
-def _row(record: Record) -> dict[str, str]:
+def _row(_: Record, m: DivergenceMetrics) -> dict[str, str]:
     """Return the cells of a record's row, by heading."""
-    m = record.measured(DivergenceMetrics)
-    if m is None:
-        return {"status": status(record)}
     return {
         "KL": with_ends(m.kl, m.kl_interval, ".4g"),
         "top-1 agreement": percent(m.agreement, m.agreement_interval),
         "Δ NLL to dense": with_ends(m.nll_change, m.nll_change_interval, "+.4f"),
         "K/V": cache_bytes(m.kv_bytes),
-        "status": status(record),
     }
 
 

@@ -41,7 +41,7 @@ class AttentionTask(attention.AttentionTask):
     metrics: ClassVar[type[Metrics]] = AttentionMetrics
     shown_figures: ClassVar[dict[str, Callable[[Any], str]]] = attention.AttentionTask.shown_figures | {
         "largest activation": lambda m: number(m.hidden_largest),
-        "lost": lambda m: "" if m.lost is None else percent(m.lost, m.lost_interval),
+        "lost": lambda m: percent(m.lost, m.lost_interval),
     }
     explanation: ClassVar[str] = "Attention lost is what full attention would have given to tokens that were evicted before. "
 

@@ -15,7 +15,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import chart, logit_maps
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import number, percent, policy_table, status, task_line
+from kvbench.harness.report.markdown import measured_table, number, percent, task_line
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import short_titles
 from kvbench.harness.tasks.attention.attention_options import AttentionMetrics, AttentionOptions, figures
@@ -41,7 +41,7 @@ class AttentionTask(SampleTask):
     shown_figures: ClassVar[dict[str, Callable[[Any], str]]] = {
         "sink heads": lambda m: percent(m.sink_heads, m.sink_heads_interval),
         "first token": lambda m: percent(m.first, m.first_interval),
-        "no token": lambda m: "" if m.rest is None else percent(m.rest, None),
+        "no token": lambda m: percent(m.rest),
         "entropy": lambda m: f"{m.entropy:.3f}",
         "largest logit": lambda m: number(m.largest_logit),
     }
@@ -69,7 +69,7 @@ class AttentionTask(SampleTask):
             f"{task_line(records[0])}A head's sink gets more than {epsilon:g} of its attention, mean over queries. "
             f"{cls.explanation}With 95 % intervals over samples:\n"
         )
-        lines: list[str | Chart] = [about, *policy_table([(record, cls._row(record)) for record in records], records)]
+        lines: list[str | Chart] = [about, *measured_table(records, AttentionMetrics, cls._row)]
         if measured:
             full = [r for r in measured if r.cell.is_dense][:1]
             lines += [*map(_heads_chart, full), cls.layers_chart(measured), *(line for r in full for line in cls.details(r))]
@@ -86,10 +86,8 @@ class AttentionTask(SampleTask):
         return layers_chart(records, [])
 
     @classmethod
-    def _row(cls, record: Record) -> dict[str, str]:
-        metrics = record.measured(AttentionMetrics)
-        figures = {} if metrics is None else {head: shown(metrics) for head, shown in cls.shown_figures.items()}
-        return figures | {"status": status(record)}
+    def _row(cls, _: Record, metrics: AttentionMetrics) -> dict[str, str]:
+        return {head: shown(metrics) for head, shown in cls.shown_figures.items()}
 
 
 def _heads_chart(record: Record) -> Chart:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Self
 
@@ -24,7 +25,7 @@ from kvbench.harness.records.metrics import Metrics, StepMetrics
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
-from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, md, number, policy_table, status
+from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, md, measured_table, number, policy_table, whole
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_charts import over_capacity
 from kvbench.harness.report.task_report import kv_title
@@ -219,24 +220,21 @@ class Latency(Task):
         lines: list[str | Chart] = [about]
         for machine, part in by_machine(records):
             lines += [f"On {md(machine)}:\n"] if machine else []
-            lines += policy_table([(r, _row(r, part)) for r in part], part)
+            lines += measured_table(part, LatencyMetrics, partial(_row, records=part))
             lines += [*over_capacity(part, machine), *_curve(part), *_rates(part)]
         return lines
 
 
-def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
+def _row(record: Record, m: LatencyMetrics, records: Sequence[Record]) -> dict[str, str]:
     """Return the cells of a record's row, by heading. records: all records of the machine."""
-    m = record.measured(LatencyMetrics)
-    if m is None:
-        return {"status": status(record)}
     dense = [r for r in records if r.cell.is_dense]
     recompute = [r for r in records if r.cell.policy == "recompute_window" and r.cell.capacity == record.cell.capacity]
     last, tails = m.curve[-1], m.percentiles_ms
     return {
         "ms/token (TPOT)": f"{digits(m.step_ms, 3)} ± {m.error:.0%}",
-        **{q: digits(tails[q], 3) if q in tails else "" for q in ("p90", "p99")},
-        "longest": "" if m.largest_ms is None else digits(m.largest_ms, 3),
-        "tokens/s": f"{m.tokens_per_second:,.0f}",
+        **{q: digits(tails.get(q), 3) for q in ("p90", "p99")},
+        "longest": digits(m.largest_ms, 3),
+        "tokens/s": whole(m.tokens_per_second),
         "first token ms (TTFT)": f"{digits(m.first_token_ms, 3)} ± {m.first_token_error:.0%}",
         "speed-up over dense": speed_up(record, dense),
         "over recompute": speed_up(record, recompute),
@@ -246,7 +244,6 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
         kv_title(records): cache_bytes(m.kv_bytes),
         "read by a step": cache_bytes(m.kv_read_bytes),
         "state": in_bytes(m.state_bytes),
-        "status": status(record),
     }
 
 

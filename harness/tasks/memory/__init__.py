@@ -7,6 +7,7 @@ loaded). On CUDA the allocator records the peak. Bytes that disagree are flagged
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from kvbench.harness.records.figure_rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.metrics import PeakMetrics
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import digits, in_bytes, md, policy_table, status, task_line
+from kvbench.harness.report.markdown import digits, in_bytes, md, measured_table, policy_table, task_line
 from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
@@ -108,7 +109,7 @@ class Memory(Task):
             "The peak is above the level with the model loaded, and includes the activations of a block. "
             f"Growth is the rise of the peak after the cache was full. Measured with {md(how)}.\n"
         )
-        return [about, *policy_table([(r, _row(r, records)) for r in records], records), *_curve(measured)]
+        return [about, *measured_table(records, MemoryMetrics, partial(_row, kv=kv_title(records))), *_curve(measured)]
 
 
 _SHOWN_POINTS = 9
@@ -128,11 +129,8 @@ def _curve(measured: Sequence[tuple[Record, MemoryMetrics]]) -> list[str]:
     return [about, *policy_table(peaks, records), *policy_table(times, records)]
 
 
-def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
-    """Return the cells of a record's row, by heading. records: all records of the table."""
-    m = record.measured(MemoryMetrics)
-    if m is None:
-        return {"status": status(record)}
-    sizes = {kv_title(records): m.kv_bytes, "state": m.state_bytes, "allocated": m.allocated_bytes}
+def _row(_: Record, m: MemoryMetrics, kv: str) -> dict[str, str]:
+    """Return the cells of a record's row, by heading. kv: heading of the bytes of K and V."""
+    sizes = {kv: m.kv_bytes, "state": m.state_bytes, "allocated": m.allocated_bytes}
     sizes |= {"peak": m.peak_bytes, "growth": m.growth_bytes, "weights": m.weight_bytes}
-    return {name: in_bytes(size) for name, size in sizes.items()} | {"status": status(record)}
+    return {name: in_bytes(size) for name, size in sizes.items()}

@@ -23,7 +23,7 @@ from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
 from kvbench.harness.records.metrics import Looks, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, digits, md, number, policy_table, status, with_ends
+from kvbench.harness.report.markdown import cache_bytes, digits, md, measured_table, number, policy_table, whole, with_ends
 from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
@@ -199,24 +199,22 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
     dense = next((r for r in records if r.cell.is_dense), None)
     recompute = {r.cell.capacity: r for r in records if r.cell.policy == "recompute_window"}
     on_all, may_stop = not common.are_all, any(r.metrics.tokens_read for r in records)
-    rows = []
-    for record in records:
-        metrics = record.measured(NllMetrics)
-        bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
-        cells = {
+
+    def row(record: Record, metrics: NllMetrics) -> dict[str, str]:
+        whole_text = scores_all(record)
+        return {
             "tokens read": _read(record) if may_stop else "",
             "perplexity": _perplexity(on_common(record, common)) + strided(record),
-            "on all tokens": _perplexity(record) if on_all and scores_all(record) else "",
-            "bits/byte": "" if bits is None else f"{bits:.3f}",
+            "on all tokens": _perplexity(record) if on_all and whole_text else "",
+            "bits/byte": f"{metrics.bits_per_byte:.3f}" if whole_text and metrics.bits_per_byte is not None else "",
             "Δ NLL to dense": _difference(record, dense),
             "Δ NLL to recompute": _difference(record, recompute.get(record.cell.capacity)),
-            kv_title(records): "" if metrics is None else cache_bytes(metrics.kv_bytes),
-            "read by a step": "" if metrics is None else cache_bytes(metrics.kv_read_bytes),
-            "tokens/s": number(round(record.facts.tokens_per_second or 0)),
-            "status": status(record),
+            kv_title(records): cache_bytes(metrics.kv_bytes),
+            "read by a step": cache_bytes(metrics.kv_read_bytes),
+            "tokens/s": whole(record.facts.tokens_per_second),
         }
-        rows.append((record, cells))
-    return policy_table(rows, records)
+
+    return measured_table(records, NllMetrics, row)
 
 
 def _read(record: Record) -> str:

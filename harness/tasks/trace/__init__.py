@@ -16,7 +16,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.markdown import cache_bytes, digits, number, percent, policy_table, status, task_line
+from kvbench.harness.report.markdown import cache_bytes, digits, measured_table, number, percent, policy_table, task_line
 from kvbench.harness.report.rows import short_titles, without_seeds
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
@@ -79,32 +79,28 @@ class Trace(Task):
         )
         return [
             about,
-            *policy_table([(r, _row(r)) for r in records], records),
+            *measured_table(records, TraceMetrics, _row),
             *_by_distance(records, "Values said again that are right, by how many words back they were said last:", "reads"),
             *_by_distance(records, "Steps that obey `tell`, by how many words after the prompt they end:", "told"),
             *_still_right(records),
         ]
 
 
-def _row(record: Record) -> dict[str, str]:
+def _row(record: Record, m: TraceMetrics) -> dict[str, str]:
     """Return the cells of a record's row, by heading; empty where a figure does not apply."""
-    m, seconds = record.measured(TraceMetrics), record.facts.measured_seconds
-    if m is None:
-        return {"solved": percent_or_status(record), "status": status(record)}
-    endings, judgements = m.endings or {}, m.told
+    seconds, endings, judgements = record.facts.measured_seconds, m.endings or {}, m.told
     return {
         "solved": percent_or_status(record),
         **{f"pass@{p.k}": percent(p.share, [end for end in (p.low, p.high) if end is not None], "") for p in m.pass_at},
-        "words right": "" if m.word_accuracy is None else percent(m.word_accuracy),
+        "words right": percent(m.word_accuracy),
         "first wrong word": _first_wrong(m, record.cell.task_options(TraceOptions).step),
         "final state": number(m.final),
         "ended, looped, cut": ", ".join(number(endings[name]) for name in ("ended", "looped", "cut") if endings),
         "told": percent(sum(b.right for b in judgements) / sum(b.count for b in judgements)) if judgements else "",
-        "held at the first wrong word": "" if m.held is None else percent(m.held),
+        "held at the first wrong word": percent(m.held),
         "K/V": cache_bytes(m.kv_bytes),
         "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / m.right)) if m.right else "",
         "s a solved one": digits(seconds / m.right, 3) if seconds and m.right else "",
-        "status": status(record),
     }
 
 
