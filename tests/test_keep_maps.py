@@ -1,6 +1,7 @@
 """Keep maps say what is kept, are drawn as they are, and replay to the same numbers."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.records import read
 from kvbench.harness.report import keep_map as reading
+from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.keep_map import Map, evictions, keep_map, read_map
 from kvbench.harness.run.keep_map_writer import KeepMapWriter, RecordingDecoder, write_replay
 from kvbench.harness.run.request import KeepSteps
@@ -152,6 +154,15 @@ def two_steps(**changes) -> Map:
     columns = {"stream": 0 * step, "step": step, "layer": layer, "head": head, "position": position}
     part = changes.pop("where", lambda c: c["step"] >= 0)(columns)
     return keep_map(*(columns[name][part] for name in columns))
+
+
+def test_each_rectangle_has_the_shade_of_its_share_of_heads():
+    rows = [(0, 0, 0, 0, 0), (0, 0, 0, 1, 0), (0, 1, 0, 0, 0), (0, 1, 0, 1, 1)]  # stream, step, layer, head, position
+    drawn = Chart("map", "", reading.specification(keep_map(*np.array(rows).T), "")).svg("light")
+    shades = re.findall(r"after step: (\d); position: (\d); high: (\d);[^%]* (\d+)%.*?fill=\"rgb\((.*?)\)", drawn)
+    held = [shade for shade in shades if shade[3] != "0"]
+    assert held == [("0", "0", "1", "100", "8, 48, 107"), ("1", "0", "2", "50", "79, 158, 202")]
+    assert [shade[:3] for shade in shades if shade[3] == "0"] == [("0", "0", "1"), ("1", "0", "2")], "tokens that were read"
 
 
 def test_maps_that_replay_could_not_keep_are_refused(tmp_path):

@@ -166,6 +166,17 @@ def curves(
     return {"data": {"values": values}, "mark": mark, "encoding": {"x": x, "y": y, "color": colour}}
 
 
+def heat_map(values: list[dict[str, Any]], width: Any, height: Any, **encoding: dict[str, Any]) -> dict[str, Any]:
+    """Return a panel of shaded rectangles.
+
+    Args:
+        width: width of the panel in pixels, or {"step": pixels of a rectangle}.
+        height: likewise.
+        encoding: channels: x, y and color, perhaps y2 and facet.
+    """
+    return {"data": {"values": values}, "mark": "rect", "width": width, "height": height, "encoding": encoding}
+
+
 def log_axis(field: str, title: str, *, base: int = 10, padding: int = 0, **axis: Any) -> dict[str, Any]:
     """Return a channel on a logarithmic axis.
 

@@ -25,7 +25,7 @@ _MAX_COLUMNS, _MAX_BANDS = 64, 128  # largest size of a panel; longer streams ar
 _PANEL_PIXELS, _SPACING_PIXELS = 230, 36
 _GREY = "#57606a"
 _STEP_LABELS = {"labelOverlap": True, "labelAngle": 0, "labelExpr": "format(datum.value, ',')"}
-_SHADES = ["#e6eaee", "#9ecae1", "#0072b2", "#08306b"]  # from no KV head to all
+SHADES = ["#e6eaee", "#9ecae1", "#0072b2", "#08306b"]  # from no KV head to all
 
 
 def keep_map(*columns: NDArray[Any]) -> Map:
@@ -126,29 +126,21 @@ def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[in
 def specification(kept: Map, title: str) -> dict[str, Any]:
     """Return a Vega-Lite specification with a panel per layer: position against step, shaded by the share of KV heads."""
     layers = int(kept.layer.max()) + 1
-    scale = {"domain": [0, 1], "range": _SHADES, "interpolate": "rgb"}
-    panel = {
-        "width": _PANEL_PIXELS,
-        "height": _PANEL_PIXELS,
-        "mark": {"type": "rect"},
-        "encoding": {
-            "x": chart.channel("step", "after step", "ordinal", axis=_STEP_LABELS),
-            "y": chart.channel("low", "position", scale={"nice": False}),
-            "y2": {"field": "high"},
-            "color": chart.channel("share", "share of KV heads", scale=scale, legend={"format": ".0%"}),
-        },
-    }
+    scale = {"domain": [0, 1], "range": SHADES, "interpolate": "rgb"}
     header = {"titleFontSize": 0, "labelExpr": "'layer ' + datum.value"}
     held, columns, width = shares(kept)
     subtitle = f"A band of {width} positions has the shade of the one that most KV heads hold." if width > 1 else ""
-    return {
-        "title": {"text": title, "subtitle": subtitle, "subtitleColor": _GREY},
-        "data": {"values": list(_bars(held, columns, width))},
-        "facet": chart.channel("layer", None, "ordinal", header=header),
-        "columns": min(4, layers),
-        "spacing": _SPACING_PIXELS,
-        "spec": panel,
-    }
+    panels = chart.heat_map(
+        list(_bars(held, columns, width)),
+        _PANEL_PIXELS,
+        _PANEL_PIXELS,
+        x=chart.channel("step", "after step", "ordinal", axis=_STEP_LABELS),
+        y=chart.channel("low", "position", scale={"nice": False}),
+        y2={"field": "high"},
+        color=chart.channel("share", "share of KV heads", scale=scale, legend={"format": ".0%"}),
+        facet=chart.channel("layer", None, "ordinal", header=header, columns=min(4, layers), spacing=_SPACING_PIXELS),
+    )
+    return {"title": {"text": title, "subtitle": subtitle, "subtitleColor": _GREY}} | panels
 
 
 def shares(kept: Map) -> tuple[NDArray[np.float64], list[int], int]:

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record
 from kvbench.harness.records.beside import TraceFile, open_trace
-from kvbench.harness.report.chart import channel
+from kvbench.harness.report.chart import channel, heat_map
 
 SUFFIX = ".attention.npz"
+SHADES = ["#b2182b", "#ef8a62", "#fddbc7", "#f7f7f7", "#d1e5f0", "#67a9cf", "#2166ac"]  # from below 0 to above: ColorBrewer, RdBu
+_PANEL_PIXELS = 180
 
 
 def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[int]) -> NDArray[np.float32]:
@@ -54,26 +56,14 @@ def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict
     logits: logits of one head, or means over heads. [L, M, M].
     """
     axis = {"labelOverlap": True, "labelAngle": 0, "ticks": False}
-    panels = [
-        {
-            "title": f"layer {layer}",
-            "data": {
-                "values": [
-                    {"query": int(q), "key": int(k), "logit": round(float(logits[layer, q, k]), 3)}
-                    for q, k in np.argwhere(np.isfinite(logits[layer]))
-                ]
-            },
-            "mark": "rect",
-            "width": 180,
-            "height": 180,
-            "encoding": {
-                "x": channel("key", "token attended to", "ordinal", axis=axis),
-                "y": channel("query", "query", "ordinal", axis=axis),
-                "color": channel("logit", "mean logit", scale=_logit_scale(logits[layer])),
-            },
-        }
-        for layer in layers
-    ]
+    panels = []
+    for layer in layers:
+        finite = np.argwhere(np.isfinite(logits[layer])).tolist()
+        values = [{"query": q, "key": k, "logit": round(float(logits[layer, q, k]), 3)} for q, k in finite]
+        x, y = channel("key", "token attended to", "ordinal", axis=axis), channel("query", "query", "ordinal", axis=axis)
+        most = largest(logits[layer])
+        shade = channel("logit", "mean logit", scale={"domain": [-most, most], "range": SHADES, "interpolate": "rgb"})
+        panels.append({"title": f"layer {layer}"} | heat_map(values, _PANEL_PIXELS, _PANEL_PIXELS, x=x, y=y, color=shade))
     return {
         "title": {"text": title},
         "concat": panels,
@@ -82,7 +72,6 @@ def maps(logits: NDArray[np.float32], layers: Sequence[int], title: str) -> dict
     }
 
 
-def _logit_scale(logits: NDArray[np.float32]) -> dict[str, Any]:
-    """Return the scale of signed logits, with two colours that meet at 0."""
-    most = float(np.nanmax(np.abs(logits))) or 1.0
-    return {"domain": [-most, most], "scheme": "redblue", "domainMid": 0}
+def largest(logits: NDArray[np.float32]) -> float:
+    """Return the largest absolute logit, at which the colours end; 1.0 if all are 0. Masked logits are NaN."""
+    return float(np.nanmax(np.abs(logits))) or 1.0

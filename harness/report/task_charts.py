@@ -116,14 +116,7 @@ def _depth_panel(task: str, policies: Mapping[str, Depths]) -> dict[str, Any]:
     names = chart.channel("policy", None, "nominal", sort=None, axis={"labelAngle": -45, "labelLimit": 260})
     depth = chart.channel("depth", "depth in the prompt", "ordinal", scale={"domain": _TENTHS})
     right = chart.channel("right", "right, %", scale={"domain": [0, 100], "scheme": "viridis"})
-    return {
-        "title": task,
-        "data": {"values": values},
-        "mark": "rect",
-        "width": {"step": _CELL},
-        "height": {"step": _CELL // 2},
-        "encoding": {"x": names, "y": depth, "color": right},
-    }
+    return {"title": task} | chart.heat_map(values, {"step": _CELL}, {"step": _CELL // 2}, x=names, y=depth, color=right)
 
 
 _SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}

@@ -16,8 +16,6 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record
 from kvbench.harness.report import keep_map, logit_maps
 
-_KEPT = ((230, 234, 238), (158, 202, 225), (0, 114, 178), (8, 48, 107))  # from no KV head to all
-_LOGITS = ((178, 24, 43), (247, 247, 247), (33, 102, 172))  # from below 0 to above
 _MAX_LAYERS = 16  # largest number of layers in a picture; for a deeper model, layers spread over its depth
 
 
@@ -48,7 +46,7 @@ def _kept(record: Record, folder: Path) -> dict[str, Any] | None:
         "kind": "kept",
         "columns": f"steps {steps[0]:,} to {steps[-1]:,}",
         "rows": "positions, the first at the bottom",
-        "layers": [_layer(i, shares[i].T[::-1], _KEPT) for i in layers],
+        "layers": [_layer(i, shares[i].T[::-1], keep_map.SHADES) for i in layers],
     }
 
 
@@ -60,14 +58,13 @@ def _logits(record: Record, folder: Path) -> dict[str, Any] | None:
         logits = logit_maps.logits_in(record, folder, None, ())
     except UserError:
         return None
-    most = [float(np.nanmax(np.abs(np.where(np.isfinite(x), x, np.nan)))) or 1.0 for x in logits]
-    scaled = [np.where(np.isfinite(x), 0.5 + x / (2 * top), 0.5) for x, top in zip(logits, most, strict=True)]
+    scaled = [np.nan_to_num(0.5 + x / (2 * logit_maps.largest(x)), nan=0.5) for x in logits]
     tokens = logits.shape[-1]
     return {
         "kind": "attention",
         "columns": f"the first {tokens} tokens, attended to",
         "rows": "queries, the first at the top",
-        "layers": [_layer(i, scaled[i], _LOGITS) for i in _spread(len(scaled))],
+        "layers": [_layer(i, scaled[i], logit_maps.SHADES) for i in _spread(len(scaled))],
     }
 
 
@@ -75,21 +72,22 @@ def _spread(layers: int) -> list[int]:
     return sorted(set(np.linspace(0, layers - 1, min(layers, _MAX_LAYERS)).round().astype(int).tolist()))
 
 
-def _layer(layer: int, shades: NDArray[Any], colours: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+def _layer(layer: int, shades: NDArray[Any], colours: Sequence[str]) -> dict[str, Any]:
     """Return a picture of values from 0 to 1. shades: values, top row first. [rows, columns]."""
     height, width = shades.shape
     return {"layer": layer, "png": base64.b64encode(_png(shades, colours)).decode(), "width": width, "height": height}
 
 
-def _png(shades: NDArray[Any], colours: Sequence[tuple[int, int, int]]) -> bytes:
-    """Return a PNG in which 0 has the first colour, 1 the last colour, and values in between are interpolated.
+def _png(shades: NDArray[Any], colours: Sequence[str]) -> bytes:
+    """Return a PNG in which 0 has the first colour (#rrggbb), 1 the last, and values in between are interpolated.
 
     Source: W3C, Portable Network Graphics (Second Edition): 8-bit palette, no filter, no interlacing.
     """
     height, width = shades.shape
     places = np.linspace(0, 1, len(colours))
     levels = np.linspace(0, 1, 256)
-    palette = np.stack([np.interp(levels, places, [c[i] for c in colours]) for i in range(3)], axis=1).round().astype(np.uint8)
+    channels = zip(*(bytes.fromhex(colour[1:]) for colour in colours), strict=True)  # red, green and blue
+    palette = np.stack([np.interp(levels, places, channel) for channel in channels], axis=1).round().astype(np.uint8)
     pixels = (np.clip(shades, 0, 1) * 255).round().astype(np.uint8)
     lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels], axis=1)  # each line begins with its filter
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)

@@ -100,18 +100,14 @@ def _heads_chart(record: Record) -> Chart:
         for head, x in enumerate(row)
     ]
     shade = chart.channel("share", None, scale={"domain": [0, 1], "scheme": "blues"}, legend={"format": ".0%"})
-    heads, layers = len(metrics.first_by_head[0]), len(metrics.first_by_head)
-    spec = {
-        "data": {"values": values},
-        "mark": "rect",
-        "width": min(_MOST_PIXELS, _CELL_PIXELS * heads),
-        "height": min(_MOST_PIXELS, _CELL_PIXELS * layers),
-        "encoding": {
-            "x": chart.channel("head", "query head", "ordinal", axis={"labelAngle": 0, "labelOverlap": True}),
-            "y": chart.channel("layer", "layer", "ordinal", axis={"labelOverlap": True}),
-            "color": shade | {"title": ["attention to", "the first token"]},
-        },
-    }
+    spec = chart.heat_map(
+        values,
+        min(_MOST_PIXELS, _CELL_PIXELS * len(metrics.first_by_head[0])),
+        min(_MOST_PIXELS, _CELL_PIXELS * len(metrics.first_by_head)),
+        x=chart.channel("head", "query head", "ordinal", axis={"labelAngle": 0, "labelOverlap": True}),
+        y=chart.channel("layer", "layer", "ordinal", axis={"labelOverlap": True}),
+        color=shade | {"title": ["attention to", "the first token"]},
+    )
     alt = "Attention that each head of {model} gives to the first token, layer by head"
     text = f"{metrics.samples} samples of {metrics.tokens:,} tokens"
     return Chart.from_record(record, "attention heads", record.cell_id, f"{alt}, {text}.", spec)
