@@ -143,9 +143,9 @@ def whole(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def with_ends(figure: float, ends: Sequence[float] | None, form: str, missing: str = " (too short)") -> str:
+def with_ends(figure: float, ends: Sequence[float] | None, form: Callable[..., str], missing: str = " (too short)") -> str:
     """Format a figure with the ends of its interval, each by `form`; without an interval, with the text `missing`."""
-    return f"{figure:{form}}" + (f" [{ends[0]:{form}}, {ends[1]:{form}}]" if ends else missing)
+    return form(figure) + (f" [{form(ends[0])}, {form(ends[1])}]" if ends else missing)
 
 
 def percent(share: float | None, ends: Sequence[float] | None = None, unit: str = " %") -> str:

@@ -198,9 +198,9 @@ class Divergence(SampleTask):
 def _row(_: Record, m: DivergenceMetrics) -> dict[str, str]:
     """Return the cells of a record's row, by heading."""
     return {
-        "KL": with_ends(m.kl, m.kl_interval, ".4g"),
+        "KL": with_ends(m.kl, m.kl_interval, "{:.4g}".format),
         "top-1 agreement": percent(m.agreement, m.agreement_interval),
-        "Δ NLL to dense": with_ends(m.nll_change, m.nll_change_interval, "+.4f"),
+        "Δ NLL to dense": with_ends(m.nll_change, m.nll_change_interval, "{:+.4f}".format),
         "K/V": cache_bytes(m.kv_bytes),
     }
 

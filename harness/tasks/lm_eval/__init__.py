@@ -201,9 +201,9 @@ def _difference(base: Record | None, record: Record) -> str:
     difference = next((d for d in differences(base, record) if d.metric in ("accuracy", "score")), None)
     if difference is None or difference.change is None:
         return ""
-    scale, form = (1.0, "+.3f") if metrics.weights is not None else (100.0, "+.1f")
+    scale, form = (1.0, "{:+.3f}") if metrics.weights is not None else (100.0, "{:+.1f}")
     ends = [scale * end for end in (difference.low, difference.high) if end is not None]
-    return with_ends(scale * difference.change, ends, form, missing="")
+    return with_ends(scale * difference.change, ends, form.format, missing="")
 
 
 def _costs(records: Sequence[Record]) -> dict[str, str]:

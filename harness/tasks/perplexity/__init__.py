@@ -203,7 +203,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
     def row(record: Record, metrics: NllMetrics) -> dict[str, str]:
         whole_text = scores_all(record)
         return {
-            "tokens read": _read(record) if may_stop else "",
+            "tokens read": _read(record, metrics) if may_stop else "",
             "perplexity": _perplexity(on_common(record, common)) + strided(record),
             "on all tokens": _perplexity(record) if on_all and whole_text else "",
             "bits/byte": f"{metrics.bits_per_byte:.3f}" if whole_text and metrics.bits_per_byte is not None else "",
@@ -217,11 +217,8 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
     return measured_table(records, NllMetrics, row)
 
 
-def _read(record: Record) -> str:
+def _read(record: Record, metrics: NllMetrics) -> str:
     """Return the tokens read, with "(limit)" if the text ended before the interval was narrow enough."""
-    metrics = record.measured(NllMetrics)
-    if metrics is None:
-        return ""
     limit = metrics.looks is not None and metrics.looks.reason == "limit reached"
     return number(record.tokens_read) + (" (limit)" if limit else "")
 
@@ -230,12 +227,9 @@ def _perplexity(record: Record | None) -> str:
     mean = None if record is None else nll_interval(record)
     if record is None or mean is None:
         return ""
-    value = digits(perplexity(mean.mean))
-    if past_training(record):
-        return f"{value} (trend)"
-    if mean.low is None or mean.high is None:
-        return f"{value} (too short)"
-    return f"{value} [{digits(perplexity(mean.low))}, {digits(perplexity(mean.high))}]"
+    has_trend = past_training(record)
+    ends = None if has_trend or mean.ends is None else [perplexity(end) for end in mean.ends]
+    return with_ends(perplexity(mean.mean), ends, digits, " (trend)" if has_trend else " (too short)")
 
 
 def _difference(record: Record, base: Record | None) -> str:
@@ -244,7 +238,7 @@ def _difference(record: Record, base: Record | None) -> str:
     if past_training(base) or past_training(record):
         return "trend"
     difference = paired(record, base)
-    return "" if difference is None else with_ends(difference.mean, difference.ends, "+.4f")
+    return "" if difference is None else with_ends(difference.mean, difference.ends, "{:+.4f}".format)
 
 
 def _not_in_chart(records: Sequence[Record], stride: int) -> list[str]:
