@@ -11,9 +11,11 @@ from factories import cell_record, changed, edit, record
 
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report.chart import draw
+from kvbench.harness.report.closing import closing
 from kvbench.harness.report.feed.question import questions
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.loss_charts import over_budgets, over_bytes
+from kvbench.harness.report.sections import section
 
 SCHEMA = json.loads((Path(feeds.__file__).parent / "schema.json").read_text(encoding="utf-8"))
 
@@ -222,6 +224,9 @@ def test_of_caches_that_grow_the_bytes_of_their_tokens_count():
         ((row,),) = (budget["rows"] for budget in question["budgets"])
         assert row["kv_share"] == pytest.approx(share, rel=1e-3)
         assert f"holds {100 * share:.0f} % of dense's bytes" in question["budgets"][0]["finding"]
+    for shown in (section(dense, [h2o]).text, *(str(table.lines) for table in closing([dense, h2o]))):
+        assert "39.1 KiB" in shown
+        assert "6.35 KiB" in shown
 
 
 def test_too_few_streams_are_named_and_have_no_interval():

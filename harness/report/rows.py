@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +11,10 @@ from kvbench.harness.core.grouped import distinguishing_keys, grouped
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import Metrics, NllMetrics, QuestionMetrics, StepMetrics
-from kvbench.harness.report.markdown import axes, named
+from kvbench.harness.report.markdown import axes, cache_bytes, named
 from kvbench.harness.report.pairing import scores_all, stride_of, task_version
 from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
+from kvbench.harness.report.task_report import kv_title
 
 CONTROL = "random"  # control policy; a policy that does no better gains nothing from its choice of tokens
 _CONTROL_KEEPS = ("sinks", "window", "keep_prompt")  # always named, because they decide how hard it is to beat
@@ -132,12 +133,8 @@ class Row:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes of K and V, preferably from the perplexity record; 0 if the policy keeps no cache.
-
-        Of dense, and of a cut prompt that grows over a text, only the bytes of tokens count, not the room for more. After
-        questions, caches whose answers differ in length hold different numbers of tokens, so their allocated bytes count.
-        """
-        return next((size for r in self._finished if (size := _kv_bytes(r)) is not None), None)
+        """Bytes of K and V (`shown_kv_bytes`), preferably from the perplexity record."""
+        return next((size for r in self._finished if (size := shown_kv_bytes(r)) is not None), None)
 
     @property
     def kv_read_bytes(self) -> int | None:
@@ -166,6 +163,16 @@ def without_seeds(records: Sequence[Record]) -> list[list[Record]]:
     return list(grouped(records, lambda record: (Row([record]).settings_key, record.facts.device)).values())
 
 
-def _kv_bytes(record: Record) -> int | None:
+def kv_cells(record: Record, among: Iterable[Record]) -> dict[str, str]:
+    """Return the bytes of a cell's K and V, and of those that a step reads, by heading. among: all records of the table."""
+    return {kv_title(among): cache_bytes(shown_kv_bytes(record)), "read by a step": cache_bytes(record.metrics.kv_read_bytes)}
+
+
+def shown_kv_bytes(record: Record) -> int | None:
+    """Return the bytes of K and V that tables show, but that of the task memory; 0 if the policy keeps no cache; None if unknown.
+
+    Of dense, and of a cut prompt that grows over a text, only the bytes of tokens count, not the room for more. After questions,
+    caches whose answers differ in length hold different numbers of tokens, so their allocated bytes count.
+    """
     grows = record.cell.capacity is None or (record.cell.evict == "prompt" and record.measured(NllMetrics) is not None)
     return (record.metrics.kv_held_bytes if grows else None) or record.metrics.kv_bytes

@@ -19,6 +19,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import by_row, cache_bytes, policy_table, task_line
+from kvbench.harness.report.rows import shown_kv_bytes
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Tokenizer, Workload
 
@@ -77,7 +78,7 @@ class ArcStream(AnsweringTask):
         """Return a row per policy and a column per subset: percent right with a 95 % interval."""
         subsets = sorted({_subset(r) for r in records}, reverse=True)
         rows = [
-            (row[0], {_subset(r): percent_or_status(r) for r in row} | {"K/V": cache_bytes(row[0].metrics.kv_bytes)})
+            (row[0], {_subset(r): percent_or_status(r) for r in row} | {"K/V": cache_bytes(shown_kv_bytes(row[0]))})
             for row in by_row(records)
         ]
         data = "".join(task_line(next(r for r in records if _subset(r) == subset)) for subset in subsets)

@@ -25,7 +25,8 @@ from kvbench.harness.records.figure_rules import EXACT, MEAN_NATS, PART_NATS, RU
 from kvbench.harness.records.metrics import SampleMetrics
 from kvbench.harness.records.types import Amount, Count, Ends, Nats, Part, Share
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, measured_table, percent, policy_table, task_line, with_ends
+from kvbench.harness.report.markdown import measured_table, percent, policy_table, task_line, with_ends
+from kvbench.harness.report.rows import kv_cells
 from kvbench.harness.tasks.common.samples import SampleOptions, Samples, SampleTask
 from kvbench.harness.tasks.task import Job, MeasurementError
 
@@ -195,13 +196,13 @@ class Divergence(SampleTask):
         return [about, *measured_table(records, DivergenceMetrics, _row), *_by_position(records)]
 
 
-def _row(_: Record, m: DivergenceMetrics) -> dict[str, str]:
+def _row(record: Record, m: DivergenceMetrics) -> dict[str, str]:
     """Return the cells of a record's row, by heading."""
     return {
         "KL": with_ends(m.kl, m.kl_interval, "{:.4g}".format),
         "top-1 agreement": percent(m.agreement, m.agreement_interval),
         "Δ NLL to dense": with_ends(m.nll_change, m.nll_change_interval, "{:+.4f}".format),
-        "K/V": cache_bytes(m.kv_bytes),
+        **kv_cells(record, [record]),
     }
 
 

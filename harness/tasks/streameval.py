@@ -20,7 +20,7 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import by_row, cache_bytes, on_device, policy_table, task_line
-from kvbench.harness.report.rows import short_titles
+from kvbench.harness.report.rows import short_titles, shown_kv_bytes
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status, summed
@@ -119,8 +119,8 @@ def _by_cache(records: Sequence[Record]) -> list[str]:
     rows = []
     for row in by_row(records):
         cells = {part: f"{100 * right / total:.1f} of {total:,}" for part, (right, total) in summed(row, "in_cache").items()}
-        measured = next((m for r in row if (m := r.measured(AnswerMetrics))), None)
-        rows += [] if measured is None else [(row[0], cells | {"K/V": cache_bytes(measured.kv_bytes)})]
+        measured = next((r for r in row if r.measured(AnswerMetrics)), None)
+        rows += [] if measured is None else [(row[0], cells | {"K/V": cache_bytes(shown_kv_bytes(measured))})]
     heads = {"K/V": "K/V", "whole": "whole line in the cache", "in part": "in part", "gone": "gone"}
     about = "Over all distances, by how much of the line was in the cache when the answer began:\n"
     return [about, *policy_table(rows, records, heads)]

@@ -26,7 +26,7 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import cache_bytes, on_device, percent, policy_table, row_label, task_line
-from kvbench.harness.report.rows import short_titles, without_seeds
+from kvbench.harness.report.rows import short_titles, shown_kv_bytes, without_seeds
 from kvbench.harness.report.shares import Answers
 from kvbench.harness.report.task_charts import panels, policy_lines
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals, percent_or_status, summed
@@ -262,7 +262,7 @@ class Turns(AnsweringTask):
 def _name(group: Sequence[Record], records: Sequence[Record]) -> dict[str, str]:
     """Return the first cells of a row."""
     seeds = f", {len(group)} seeds" if len(group) > 1 else ""
-    return {"policy": row_label(group[0], records) + seeds, "K/V": cache_bytes(group[0].metrics.kv_bytes)}
+    return {"policy": row_label(group[0], records) + seeds, "K/V": cache_bytes(shown_kv_bytes(group[0]))}
 
 
 def _by_kind(group: Sequence[Record]) -> dict[str, str]:

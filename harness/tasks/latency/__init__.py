@@ -25,10 +25,10 @@ from kvbench.harness.records.metrics import Metrics, StepMetrics
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
-from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, md, measured_table, number, policy_table, whole
+from kvbench.harness.report.markdown import digits, in_bytes, md, measured_table, number, policy_table, whole
+from kvbench.harness.report.rows import kv_cells
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_charts import over_capacity
-from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer, Workload
 
 _LARGEST_CACHE = 2**28  # bytes of a processor's cache, which can deliver weights and K/V faster than memory
@@ -241,8 +241,7 @@ def _row(record: Record, m: LatencyMetrics, records: Sequence[Record]) -> dict[s
         "bookkeeping": f"{m.bookkeeping_share:.0%}" if m.kv_bytes else "",
         "× roofline": f"{m.over_roofline:.1f}",
         "slots": f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",
-        kv_title(records): cache_bytes(m.kv_bytes),
-        "read by a step": cache_bytes(m.kv_read_bytes),
+        **kv_cells(record, records),
         "state": in_bytes(m.state_bytes),
     }
 

@@ -21,7 +21,7 @@ from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.markdown import by_row, cache_bytes, md, percent, policy_table, status, with_ends
-from kvbench.harness.report.rows import short_titles
+from kvbench.harness.report.rows import short_titles, shown_kv_bytes
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.lm_eval.lm_eval_options import GENERATION, LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Task, Tokenizer, Workload
@@ -211,6 +211,7 @@ def _costs(records: Sequence[Record]) -> dict[str, str]:
     metrics = [m for r in records if (m := r.measured(LmEvalMetrics))]
     requests = sum(m.requests for m in metrics)
     share = f"{100 * sum(m.over_capacity for m in metrics) / requests:.0f} %" if requests else ""
-    held, read = [m.kv_bytes for m in metrics], [m.kv_read_bytes for m in metrics if m.kv_read_bytes is not None]
+    held = [size for r in records if (size := shown_kv_bytes(r)) is not None]
+    read = [m.kv_read_bytes for m in metrics if m.kv_read_bytes is not None]
     sizes = {"K/V": cache_bytes(max(held, default=None)), "read by a step": cache_bytes(max(read, default=None))}
     return {"over capacity": share, **sizes}

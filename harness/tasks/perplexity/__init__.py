@@ -23,7 +23,7 @@ from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
 from kvbench.harness.records.metrics import Looks, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, digits, md, measured_table, number, policy_table, whole, with_ends
+from kvbench.harness.report.markdown import digits, md, measured_table, number, policy_table, whole, with_ends
 from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
@@ -37,8 +37,8 @@ from kvbench.harness.report.pairing import (
     strided,
     strided_tokens,
 )
+from kvbench.harness.report.rows import kv_cells
 from kvbench.harness.report.task_charts import over_the_stream
-from kvbench.harness.report.task_report import kv_title
 from kvbench.harness.tasks.perplexity.perplexity_options import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, Task, Tokenizer, Workload
 
@@ -209,8 +209,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
             "bits/byte": f"{metrics.bits_per_byte:.3f}" if whole_text and metrics.bits_per_byte is not None else "",
             "Δ NLL to dense": _difference(record, dense),
             "Δ NLL to recompute": _difference(record, recompute.get(record.cell.capacity)),
-            kv_title(records): cache_bytes(metrics.kv_bytes),
-            "read by a step": cache_bytes(metrics.kv_read_bytes),
+            **kv_cells(record, records),
             "tokens/s": whole(record.facts.tokens_per_second),
         }
 

@@ -17,7 +17,7 @@ from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.markdown import cache_bytes, digits, measured_table, number, percent, policy_table, task_line
-from kvbench.harness.report.rows import short_titles, without_seeds
+from kvbench.harness.report.rows import kv_cells, short_titles, shown_kv_bytes, without_seeds
 from kvbench.harness.report.task_charts import marks, panels, policy_lines
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Task, Tokenizer, Workload
@@ -98,8 +98,8 @@ def _row(record: Record, m: TraceMetrics) -> dict[str, str]:
         "ended, looped, cut": ", ".join(number(endings[name]) for name in ("ended", "looped", "cut") if endings),
         "told": percent(sum(b.right for b in judgements) / sum(b.count for b in judgements)) if judgements else "",
         "held at the first wrong word": percent(m.held),
-        "K/V": cache_bytes(m.kv_bytes),
-        "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / m.right)) if m.right else "",
+        **kv_cells(record, [record]),
+        "K/V a solved one": cache_bytes(round((shown_kv_bytes(record) or 0) * m.questions / m.right)) if m.right else "",
         "s a solved one": digits(seconds / m.right, 3) if seconds and m.right else "",
     }
 
