@@ -167,13 +167,7 @@ def curves(
 
 
 def heat_map(values: list[dict[str, Any]], width: Any, height: Any, **encoding: dict[str, Any]) -> dict[str, Any]:
-    """Return a panel of shaded rectangles.
-
-    Args:
-        width: width of the panel in pixels, or {"step": pixels of a rectangle}.
-        height: likewise.
-        encoding: channels: x, y and color, perhaps y2 and facet.
-    """
+    """Return a panel of shaded rectangles. width and height: in pixels, or {"step": pixels of a rectangle}."""
     return {"data": {"values": values}, "mark": "rect", "width": width, "height": height, "encoding": encoding}
 
 

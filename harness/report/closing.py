@@ -16,7 +16,7 @@ from kvbench.harness.report import sections
 from kvbench.harness.report.feed import answers, words
 from kvbench.harness.report.feed.question import Question, is_reference, questions
 from kvbench.harness.report.feed.words import size
-from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name, whole
+from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name, rounded
 from kvbench.harness.report.pairing import describe_tokens, past_training, question, strided, units
 from kvbench.harness.report.rows import Row, rows, short_names
 from kvbench.harness.report.sections import by_machine
@@ -220,7 +220,7 @@ def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
         "peak": [in_bytes(peak and peak.peak_bytes) for peak in peaks],
         "TTFT ms": [digits(m.first_token_ms, 3) if m else "" for m in times],
         "TPOT ms": [digits(m.step_ms, 3) if m else "" for m in times],
-        "tokens/s": [whole(m.tokens_per_second) if m else "" for m in times],
+        "tokens/s": [rounded(m.tokens_per_second) if m else "" for m in times],
     }
 
 

@@ -128,17 +128,14 @@ def number(value: Any) -> str:
 
 
 def digits(value: float | None, count: int = 4) -> str:
-    """Format a number with `count` significant digits, or all digits before the point. Below 0.0001 it has an exponent.
-
-    The text is empty for None.
-    """
+    """Format a number with `count` significant digits, or all before the point, or an exponent below 0.0001; empty for None."""
     if value is None:
         return ""
     text = f"{value:.{count}g}"
     return f"{value:,.0f}" if "e+" in text else text
 
 
-def whole(value: float | None) -> str:
+def rounded(value: float | None) -> str:
     """Format a number without decimals; empty for None."""
     return "" if value is None else f"{value:,.0f}"
 

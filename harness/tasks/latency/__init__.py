@@ -25,7 +25,7 @@ from kvbench.harness.records.metrics import Metrics, StepMetrics
 from kvbench.harness.records.types import Amount, BadRecordError, Count, Duration, Number, Part, Positive
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
-from kvbench.harness.report.markdown import digits, in_bytes, md, measured_table, number, policy_table, whole
+from kvbench.harness.report.markdown import digits, in_bytes, md, measured_table, number, policy_table, rounded
 from kvbench.harness.report.rows import kv_cells
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task_charts import over_capacity
@@ -234,7 +234,7 @@ def _row(record: Record, m: LatencyMetrics, records: Sequence[Record]) -> dict[s
         "ms/token (TPOT)": f"{digits(m.step_ms, 3)} ± {m.error:.0%}",
         **{q: digits(tails.get(q), 3) for q in ("p90", "p99")},
         "longest": digits(m.largest_ms, 3),
-        "tokens/s": whole(m.tokens_per_second),
+        "tokens/s": rounded(m.tokens_per_second),
         "first token ms (TTFT)": f"{digits(m.first_token_ms, 3)} ± {m.first_token_error:.0%}",
         "speed-up over dense": speed_up(record, dense),
         "over recompute": speed_up(record, recompute),

@@ -23,7 +23,7 @@ from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.beside import TraceFile, read_beside
 from kvbench.harness.records.metrics import Looks, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import digits, md, measured_table, number, policy_table, whole, with_ends
+from kvbench.harness.report.markdown import digits, md, measured_table, number, policy_table, rounded, with_ends
 from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
@@ -210,7 +210,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
             "Δ NLL to dense": _difference(record, dense),
             "Δ NLL to recompute": _difference(record, recompute.get(record.cell.capacity)),
             **kv_cells(record, records),
-            "tokens/s": whole(record.facts.tokens_per_second),
+            "tokens/s": rounded(record.facts.tokens_per_second),
         }
 
     return measured_table(records, NllMetrics, row)
