@@ -183,6 +183,7 @@ class _Writer:
         """
         (identity, form), (name, size), kind_name = rule, inner, type_of(kind)
         element = self.element(x, index, kind)
+        in_lane = form.format("lane[j]", "y")
         whole = size - size % _LANES
         lines = [f"{kind_name} total = {identity};"]
         if whole:
@@ -191,7 +192,7 @@ class _Writer:
                 f"for (int64_t first = 0; first < {whole}; first += {_LANES})",
                 "#pragma GCC unroll 1",  # GCC vectorises the loop, but not its unrolled body
                 f"for (int j = 0; j < {_LANES}; j++)",
-                f"{{ const int64_t {name} = first + j; const {kind_name} x = {element}; lane[j] = {form.format('lane[j]', 'x')}; }}",
+                f"{{ const int64_t {name} = first + j; const {kind_name} y = {element}; lane[j] = {in_lane}; }}",
                 f"for (int j = 0; j < {_LANES}; j++) total = {form.format('total', 'lane[j]')};",
             ]
         lines.append(f"for (int64_t {name} = {whole}; {name} < {size}; {name}++) total = {form.format('total', element)};")
