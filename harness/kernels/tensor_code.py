@@ -20,7 +20,7 @@ from kvbench.harness.kernels.tensor_forms import (
     type_of,
 )
 from kvbench.harness.kernels.tensor_memory import aligned, inlined, placed
-from kvbench.harness.kernels.tensor_program import Operation, Recorder, address
+from kvbench.harness.kernels.tensor_program import Operation, Recorder, address, reduced_axes
 
 _MAX_CONSTANTS = 2**16  # numbers of one constant tensor
 _LANES = 16  # of a reduction
@@ -157,8 +157,7 @@ class _Writer:
     def _reduce(self, op: Operation) -> None:
         """Reduce a tensor over some of its axes, in the order in which it is stored."""
         x, out, kind = op.args[0], op.outs[0], op.outs[0].dtype
-        given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
-        dims = {d % max(1, x.dim()) for d in ([given] if isinstance(given, int) else given or range(x.dim()))}
+        dims = reduced_axes(op.args, op.kwargs)
         index = [f"i{d}" for d in range(x.dim())]
         kept = [i for d, i in enumerate(index) if d not in dims]
         if out.dim() == x.dim():

@@ -6,7 +6,7 @@ PyTorch's dispatcher reports every operation. Operations on values that no array
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvbench.harness.kernels.expressions import NotTraceableError
-from kvbench.harness.kernels.tensor_forms import is_supported
+from kvbench.harness.kernels.tensor_forms import REDUCTIONS, is_supported
 
 _MAX_OPERATIONS = 1000
 _LARGE = 2**15  # numbers of a constant
@@ -89,6 +89,8 @@ class Recorder(TorchDispatchMode):
             self._record("copy_", (whole, whole.clone()), {}, (whole,))
         operands, options = tree_map_only(Tensor, lambda x: x if self.varies(x) else _copy(x), (args, given))
         out = func(*args, **given)
+        if name in REDUCTIONS:
+            out = _stored_like(args[0], out, reduced_axes(args, given))
         outs = tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
         if not outs:
             raise NotTraceableError("a branch that depends on a tensor")
@@ -135,6 +137,22 @@ def _name(func: Any) -> str:
 def address(x: Tensor) -> int:
     """Return the address of a tensor's storage, which its views share."""
     return x.untyped_storage().data_ptr()
+
+
+def reduced_axes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return the axes over which a reduction with these arguments goes."""
+    x, given = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    return {d % max(1, x.dim()) for d in ([given] if isinstance(given, int) else given or range(x.dim()))}
+
+
+def _stored_like(x: Tensor, out: Tensor, reduced: set[int]) -> Tensor:
+    """Return the result of a reduction with its axes stored in the order of those of x, so that both are read in one pass."""
+    kept = [d for d in range(x.dim()) if d not in reduced or out.dim() == x.dim()]
+    strides = [x.stride(d) for d in kept]
+    if 0 in strides:
+        return out
+    order = sorted(range(out.dim()), key=lambda i: -strides[i])
+    return torch.empty_permuted(out.shape, order, dtype=out.dtype).copy_(out)
 
 
 def _copy(x: Tensor) -> Tensor:
