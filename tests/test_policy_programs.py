@@ -15,6 +15,7 @@ from kvbench.harness.engine.kernel_interface import why_not_compiled
 from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.policy_program import Layout, programs
 from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
+from kvbench.policies.expected_attention import ExpectedAttention
 from kvbench.policies.merges import positions_for
 from kvbench.policies.rkv import RKV
 from kvbench.policies.statistic import Written
@@ -29,6 +30,11 @@ COMPILED = [
 @pytest.mark.parametrize("name", [*COMPILED, "adakv", "duo_attention", "fastgen", "headkv", "pyramidkv"])
 def test_shipped_policies_that_compare_slots_or_heads_are_compiled(tmp_path, name):
     assert why_not_compiled(instances(tmp_path, [name])[name].bind(64)) == ""
+
+
+def test_queries_of_llama_3_are_not_too_many_numbers():
+    """Their moments are 66,564 numbers a head."""
+    assert programs(ExpectedAttention().bind(64), Layout(1, 64, HeadSizes(4, 128, 128), 32, 0)).sums == 4 * 129**2
 
 
 def test_what_programs_lack_is_named(tmp_path):

@@ -28,11 +28,10 @@ from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
 from kvbench.policies.merges import Evicted, Merging
 from kvbench.policies.view import Rotate, unrotated
 
-_MAX_NUMBERS = 2**16  # of the statistics, per slot or head
+_MAX_NUMBERS = {"slot": 2**16, "head": 2**20}  # of a statistic
 ARRAYS = (  # in the order of `Arrays` in program.h
     "position", "rank", "step", "layer", "head", "prompt", "keys", "rotated", "values", "state", "sums", "weights", "logits",
-    "outputs", "queries", "worth", "evicted",
-    "merged",
+    "outputs", "queries", "worth", "evicted", "merged",
 )  # fmt: skip
 
 
@@ -166,8 +165,9 @@ def programs(policy: Policy, layout: Layout) -> Programs:
 def _traced(policy: Policy, layout: Layout) -> Programs:
     heads, slots, sizes = layout.heads, layout.slots, layout.sizes
     shapes = {s: tuple(s.shape(sizes)) for s in dict.fromkeys(policy.statistics)}
-    if any(prod(shape) > _MAX_NUMBERS for shape in shapes.values()):
-        raise NotTraceableError(f"a statistic of more than {_MAX_NUMBERS} numbers")
+    for statistic, shape in shapes.items():
+        if prod(shape) > (most := _MAX_NUMBERS[statistic.per]):
+            raise NotTraceableError(f"a statistic of more than {most} numbers")
     numbers, sums = (sum(prod(shape) for s, shape in shapes.items() if s.per == per) for per in ("slot", "head"))
     of_heads = {
         "keys": (slots, sizes.key_dim), "rotated": (slots, sizes.key_dim), "values": (sizes.value_dim, slots),
