@@ -15,7 +15,9 @@ from kvbench.harness.engine.kernel_interface import why_not_compiled
 from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.policy_program import Layout, programs
 from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
+from kvbench.policies.d2o import D2O
 from kvbench.policies.expected_attention import ExpectedAttention
+from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import positions_for
 from kvbench.policies.rkv import RKV
 from kvbench.policies.statistic import Written
@@ -30,6 +32,12 @@ COMPILED = [
 @pytest.mark.parametrize("name", [*COMPILED, "adakv", "duo_attention", "fastgen", "headkv", "pyramidkv"])
 def test_shipped_policies_that_compare_slots_or_heads_are_compiled(tmp_path, name):
     assert why_not_compiled(instances(tmp_path, [name])[name].bind(64)) == ""
+
+
+@needs_compiler
+def test_keys_are_merged_in_layers_without_rope():
+    """The second layer rotates nothing."""
+    check(D2O(H2O(window=4)), 12, [20, 9, 5, 1, 6], 2, mode="stream", family="smollm3", offers=["compiled walk"])
 
 
 def test_queries_of_llama_3_are_not_too_many_numbers():

@@ -113,7 +113,7 @@ def built_of_programs(found: Programs, template: str, name: str) -> Built:
         "RANKS_READ": str(int("rank" in found.reads)),
         "LOGITS_READ": str(int("logits" in found.reads)),
         "MERGED_WIDTH": str(found.widths[0] * found.merges_keys),
-        "FREQUENCIES": ", ".join(map(str, found.frequencies)) or "0",
+        "FREQUENCIES": ", ".join(map(str, found.frequencies * found.merges_keys)) or "0",
         "MERGES": str(int(bool(found.merge.text))),
         "PROGRAM_TEXTS": "\n\n".join(["#include <tgmath.h>", *texts]),
         "SUM_OF_TERM": ", ".join(map(str, found.terms)) or "0",

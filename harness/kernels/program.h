@@ -14,8 +14,8 @@ static const int64_t KEPT_WIDTHS[3] = {KEYS_WIDTH, ROTATED_WIDTH, TERMS_WIDTH};
 static const int64_t SUM_OF_TERM[TERMS_WIDTH + !TERMS_WIDTH] = {SUM_OF_TERM_OF_POLICY};
 
 /* Arrays of a program. position, rank: [H, S]; step, layer, prompt: one number; head: [H]; keys, rotated: [H, S, D]; values: [H, E, S];
-   state: [H, NUMBERS, S]; sums: [H, SUMS]; weights, logits: [H, G, S]; outputs: [H, G, E]; queries: unrotated, [H, G, D]; worth: [H, S]; evicted: [H, V];
-   merged: receives unrotated keys, [H, S, D]. */
+   state: [H, NUMBERS, S]; sums: [H, SUMS]; weights, logits: [H, G, S]; outputs: [H, G, E]; queries: unrotated, [H, G, D];
+   worth: [H, S]; evicted: slots in ascending order, [H, V]; merged: receives unrotated keys, [H, S, D]. */
 typedef struct {
     const int64_t *position, *rank, *step, *layer, *head, *prompt;
     const float *keys, *rotated, *values;
@@ -46,9 +46,10 @@ static inline void forget(float *const *kept, double *sums, int64_t row, int64_t
             close_gaps(kept[i] + row * slots * KEPT_WIDTHS[i], victims, evicted, KEPT_WIDTHS[i] * sizeof(float));
 }
 
-static const double FREQUENCIES[] = {FREQUENCIES_OF_POLICY};  /* of RoPE, in radians per position */
+static const double FREQUENCIES[MERGED_WIDTH / 2 + 1] = {FREQUENCIES_OF_POLICY};  /* of RoPE; 0 for pairs that do not rotate */
 
-/* Enters merged keys in what is kept with the tokens, and rotated in `keys`, [2, P, S]. merged: [S, D]; at: positions, [S]. */
+/* Stores the merged keys that changed, [S, D]: as they are and rotated in `kept`, and rotated in `keys`, [2, P, S].
+   at: positions, [S]. */
 static inline void put_merged(const float *merged, float *const *kept, float *keys, const int64_t *at, int64_t row, int64_t slots,
                               int64_t count) {
     const int64_t pairs = MERGED_WIDTH / 2;

@@ -176,7 +176,8 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
             const Arrays arrays = {
                 position + n0 * slots, ranks, &step, &layer, head + n0, prompt + n0 / heads, 
                 kept[0] + n0 * slots * KEYS_WIDTH, kept[1] + n0 * slots * ROTATED_WIDTH,
-                held_value + n0 * dims * slots, state + n0 * NUMBERS * slots, sums + n0 * SUMS, weights, logits, out + (t * rows + n0) * group * dims,
+                held_value + n0 * dims * slots, state + n0 * NUMBERS * slots, sums + n0 * SUMS, weights, logits,
+                out + (t * rows + n0) * group * dims,
                 queries ? queries + (t * rows + n0) * group * 2 * pairs : NULL, worths, evicted, merged,
             };
             update_program(arrays, of_programs);
@@ -209,7 +210,7 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
                 put_merged(merged + (n - n0) * slots * MERGED_WIDTH, kept, held_key + n * 2 * pairs * slots, position + n * slots, n,
                            slots, count);
 #endif
-            for (int64_t h = TOGETHER - 1; h >= 0; h--) {  /* last head first: `count` takes a place of the next head's */
+            for (int64_t h = TOGETHER - 1; h >= 0; h--) {  /* last head first: a head's end mark overwrites the next head's victim */
                 const int64_t n = n0 + h, *victims = evicted + h * every;
                 evicted[(h + 1) * every] = count;
                 for (int64_t p = 0; p < 2 * pairs; p++)
