@@ -186,7 +186,16 @@ def made(importance, *statistics: Statistic) -> Policy:
     return type("Made", (Policy,), members)()
 
 
+class Undeclared(Statistic):
+    """Reads what the walk does not pass."""
+
+    def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """[B, H, S] float32."""
+        return state + attention.queries.sum((2, 3))[..., None]
+
+
 REFUSED = {
+    "a statistic that reads attention.queries must name it": made(lambda view: view.age.float(), Undeclared()),
     "a branch that depends on a tensor": made(lambda view: view.age.float() if view.layer > 1 else -view.age.float()),
     "'_linalg_svd'": made(lambda view: view.keys.svd()[0][..., 0]),
     "a tensor of float16": made(lambda view: view.keys.half().sum(-1).float()),

@@ -182,12 +182,12 @@ def _traced(policy: Policy, layout: Layout) -> Programs:
     arrays |= {"step": torch.tensor([slots - 1]), "layer": torch.tensor([0]), "prompt": torch.tensor([0])}
     arrays["head"], arrays["evicted"] = torch.arange(heads), torch.arange(layout.evicted).repeat(heads)
     states = _states(arrays, shapes)
-    attention = Attention(**{name: arrays[name][None] for name in ("weights", "logits", "outputs", "queries")})
 
     def update() -> None:
         view = _View.of(arrays, layout, states, full=False)
         for statistic, state in states.items():
             if statistic.sees:
+                attention = Attention(**{name: arrays[name][None] for name in statistic.sees})
                 state.copy_(statistic.update(state, attention, view))
 
     def importance() -> None:
