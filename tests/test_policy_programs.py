@@ -15,6 +15,7 @@ from kvbench.harness.engine.kernel_interface import why_not_compiled
 from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.policy_program import Layout, programs
 from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
+from kvbench.policies.adakv import AdaKV
 from kvbench.policies.d2o import D2O
 from kvbench.policies.expected_attention import ExpectedAttention
 from kvbench.policies.h2o import H2O
@@ -22,14 +23,14 @@ from kvbench.policies.merges import positions_for
 from kvbench.policies.rkv import RKV
 from kvbench.policies.statistic import Written
 
-FAST = ["keydiff", "merging", "tova"]
+FAST = ["adakv", "keydiff", "merging", "tova"]
 COMPILED = [
     *FAST, "cake", "cam", "chunkkv", "criticalkv", "cur", "d2o", "expected_attention", "finch", "lacache", "lagkv", "rkv", "roco",
     "snapkv", "triattention",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*COMPILED, "adakv", "duo_attention", "fastgen", "headkv", "pyramidkv"])
+@pytest.mark.parametrize("name", [*COMPILED, "duo_attention", "fastgen", "headkv", "pyramidkv"])
 def test_shipped_policies_that_compare_slots_or_heads_are_compiled(tmp_path, name):
     assert why_not_compiled(instances(tmp_path, [name])[name].bind(64)) == ""
 
@@ -59,6 +60,13 @@ def test_programs_of_shipped_policies_keep_what_the_plain_walk_keeps(tmp_path, n
     for number, mode in enumerate(MODES if positions_for(policy) == "cache" else ["stream"] * 2):
         many = number % 2
         check(policy, 20, [15, 18, 1, 20, 12], 1 + many, mode, 1 + 2 * many, prompt=25 * many, offers=["compiled walk"])
+
+
+@needs_compiler
+@pytest.mark.parametrize(("every", "mode"), [(1, "cache"), (4, "clamped")])
+def test_heads_that_compete_by_slots_of_their_own_keep_what_the_plain_walk_keeps(every, mode):
+    """H2O gives every slot a worth of its own; the heads of two streams then compete within each layer."""
+    check(AdaKV(H2O(2), 0.1), 8, [20, 9, 1, 30, 6], 2, mode, every, offers=["compiled walk"])
 
 
 @needs_compiler

@@ -35,12 +35,12 @@ def one_layer() -> Model:
 
 
 def by_rank(slots: Slots, state: Tensor) -> Tensor:
-    """A statistic of the tokens held, the oldest first; one per head is as it is."""
+    """A statistic of the tokens held, row after row, the oldest first; one per head is as it is."""
     rank = slots.tensors.rank
     if state.shape[1] != rank.shape[1]:
         return state
-    order = rank.argsort(-1)[:, : int((rank[0] < slots.empty_rank).sum())]
-    return state.take_along_dim(order.view(*order.shape, *[1] * (state.dim() - 2)), 1)
+    ordered, order = rank.sort(-1)
+    return state.take_along_dim(order.view(*order.shape, *[1] * (state.dim() - 2)), 1)[ordered < slots.empty_rank]
 
 
 def check(

@@ -114,8 +114,7 @@ def _blocks(policy_class: type[Policy]) -> str:
             continue
         if policy.band(capacity) is not None:
             return "closed form"
-        uneven = "heads that hold different numbers of tokens have no kernel"
-        reason = why_not_compiled(policy) if policy.pool_floor(capacity) is None else uneven
+        reason = why_not_compiled(policy)
         return f"compiled steps ({reason})" if reason else "compiled walk"
     return "depends on its parameters"
 

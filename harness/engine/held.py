@@ -151,6 +151,8 @@ class HeldRows:
         self.hold(position)
         if counts is not None:
             self.shorten(counts)
+            if self._pages is not None:
+                self._pages.give_back(self._part, counts)
         self._take_pages(self.free - 1)
         self._keys.put(keys)
         self._values.put(values)

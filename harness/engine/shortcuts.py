@@ -57,7 +57,9 @@ class Shortcuts:
             return None
         factors = None
         if not kernel.rotates:
-            ranks, steps = (x[:, None, None] for x in (slots.cadence.held_of(block.steps), block.steps))
+            ranks, steps = slots.cadence.held_of(block.steps)[:, None, None], block.steps[:, None, None]
+            if slots.uneven:  # heads differ, so the kernel turns keys to their distances from the last rank
+                ranks = torch.full_like(ranks, slots.num_slots - 1)
             factors = self._placement.of_queries(ranks, steps, slots.num_slots)
         return CompiledWalk(kernel, factors, slots.attended(block.end, block.tokens), tokens_before, ordered, block)
 

@@ -142,11 +142,11 @@ def why_untraced(policy: Policy) -> str:
 
 def why_not(policy: Policy) -> str:
     """Return the reason that a bound policy has no compiled walk on this machine; empty if it has one."""
-    because = why_untraced(policy)
-    if not because:
+    competes = policy.pool_floor(_SLOTS) is not None
+    if not competes and not why_untraced(policy):
         return built_of(policy, "walk.c", "walk").why_not
-    heads = 2 if policy.scope == "layer" else 1
-    because = why_no_programs(policy, Layout(heads, _SLOTS, HeadSizes(2, 4, 4), 2, 0))
+    heads = 2 if competes or policy.scope == "layer" else 1
+    because = why_no_programs(policy, Layout(heads, _SLOTS, HeadSizes(2, 4, 4), 2, 0, uneven=competes))
     return because or built_without_policy("walk.c", "walk").why_not
 
 

@@ -43,11 +43,19 @@ class _Candidates(NamedTuple):
     numbers: list[Tensor]  # statistics of the tokens held, by number. [N, n] each
 
     @classmethod
-    def gather(cls, rows: Rows, keys: Tensor, values: Tensor, count: int, tokens_before: int, ordered: bool) -> Self:
-        """Gather the `count` tokens that some rows hold, and a block. ordered: the slots hold their tokens oldest first."""
+    def gather(cls, rows: Rows, keys: Tensor, values: Tensor, counts: Tensor, tokens_before: int, ordered: bool) -> Self:
+        """Gather the tokens that some rows hold, padded to the fullest row, and a block.
+
+        Args:
+            counts: number of tokens of each row. [N] int64.
+            ordered: the slots hold their tokens oldest first.
+        """
+        count = int(counts.max())
         order = None if ordered else rows.rank.argsort(-1)[:, :count]
         steps = torch.arange(tokens_before, tokens_before + keys.shape[2]).expand(len(rows.rank), -1)
-        held = (_oldest(x, order, count) for x in (rows.keys, rows.values, rows.position))
+        position = _oldest(rows.position, order, count)
+        position = position.where(torch.arange(count) < counts[:, None], tokens_before - 1)  # padding keeps the order
+        held = (_oldest(rows.keys, order, count), _oldest(rows.values, order, count), position)
         block = (keys.flatten(0, 1), values.flatten(0, 1), steps)
         keys, values, position = (torch.cat(pair, 1) for pair in zip(held, block, strict=True))
         return cls(keys, values, position, [_oldest(x, order, count) for x in numbers_of(rows)])
@@ -62,17 +70,18 @@ class _Candidates(NamedTuple):
         found = rows.written(self.keys, self.values, self.position, torch.zeros_like(self.position))
         return torch.cat([found[s].flatten(2) for s in rows.summed], 2)
 
-    def survive(self, rows: Rows, position: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
+    def survive(self, rows: Rows, position: Tensor, counts: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
         """Store the tokens at these positions in the rows.
 
         Args:
-            position: [N, n] int64.
+            position: of the tokens of each row, padded to the fullest row. [N, n] int64.
+            counts: number of tokens of each row. [N] int64.
             keys: of these tokens, if they were merged. [N, n, D].
             values: likewise. [N, n, E].
         """
         index = torch.searchsorted(self.position, position)[..., None]
         keys, values = (x.take_along_dim(index, 1) if y is None else y for x, y in ((self.keys, keys), (self.values, values)))
-        rows.put(keys, values, position)
+        rows.put(keys, values, position, counts)
 
 
 class _Stores(NamedTuple):
@@ -82,10 +91,12 @@ class _Stores(NamedTuple):
     values: Tensor  # [N, E, S]
     position: Tensor  # [N, S] int64
     state: Tensor  # [N, K, S]
+    counts: Tensor  # tokens of each row. [N] int64
 
     @classmethod
-    def fill(cls, keys: Tensor, candidates: _Candidates, count: int, slots: int) -> Self:
-        """Allocate room for `slots` tokens, and fill in the `count` tokens held. keys: the candidates', paired. [N, L, P, 2]."""
+    def fill(cls, keys: Tensor, candidates: _Candidates, counts: Tensor, slots: int) -> Self:
+        """Allocate room for `slots` tokens, and fill in the tokens held. keys: the candidates', paired. [N, L, P, 2]."""
+        count = int(counts.max())
         size, pairs, dims = len(keys), keys.shape[2], candidates.values.shape[2]
         key_store, value_store = torch.empty(size, 2, pairs, slots), torch.empty(size, dims, slots)
         key_store[..., :count] = keys[:, :count].permute(0, 3, 2, 1)
@@ -95,7 +106,7 @@ class _Stores(NamedTuple):
         state = torch.zeros(size, len(candidates.numbers), slots)
         for i, number in enumerate(candidates.numbers):
             state[:, i, :count] = number
-        return cls(key_store, value_store, position, state)
+        return cls(key_store, value_store, position, state, counts)
 
 
 class CpuWalkKernel:
@@ -113,6 +124,7 @@ class CpuWalkKernel:
         if self._rotation is not None and not self._rotates_first:
             self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
             table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
+        self._floor = -1 if slots.budget.floor is None else slots.budget.floor
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # by angle. [P, angles] each
 
     @classmethod
@@ -124,8 +136,8 @@ class CpuWalkKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 17, *[ctypes.c_int64] * 19]
-        return cls(slots, mode, limit, kernel, programs(slots.policy, _layout(slots)) if why_untraced(slots.policy) else None)
+        kernel.argtypes = [*[ctypes.c_void_p] * 18, *[ctypes.c_int64] * 19]
+        return cls(slots, mode, limit, kernel, _programs(slots))
 
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
@@ -133,13 +145,10 @@ class CpuWalkKernel:
         fits = slots.codec is None and slots.capacity is not None and slots.shape.plain_softmax and slots.shape.key_dim % 2 == 0
         fits = fits and slots.dtype.itemsize <= 4 and not why_not_walked(slots)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
-        if not fits or why_unserved(slots):
+        if not fits or why_unserved(slots, competing=True):
             return Built()
-        if why_untraced(slots.policy):
-            if slots.num_slots != slots.most:
-                return Built()
-            return built_of_programs(programs(slots.policy, _layout(slots)), "walk.c", "walk")
-        return built_of(slots.policy, "walk.c", "walk")
+        of_policy = _programs(slots)
+        return built_of(slots.policy, "walk.c", "walk") if of_policy is None else built_of_programs(of_policy, "walk.c", "walk")
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
@@ -152,15 +161,16 @@ class CpuWalkKernel:
         """
         streams, heads, group, tokens, _ = query.shape
         size, dims, pairs = streams * heads, values.shape[-1], query.shape[-1] // 2
-        count, left = slots.cadence.held(tokens_before), slots.cadence.held(tokens_before + tokens)
+        counts = rows.count()
+        count = int(counts.max())
         if self._rotation is not None and slots.keys_rotated:
             steps = torch.arange(tokens_before, tokens_before + tokens)
             keys = rotate(keys, self._rotation.factors(steps, keys.dtype, LONGEST_STREAM))
-        candidates = _Candidates.gather(rows, keys, values, count, tokens_before, ordered)
+        candidates = _Candidates.gather(rows, keys, values, counts, tokens_before, ordered)
         attended = candidates.rotated(rows) if self._rotates_first and not slots.keys_rotated else candidates.keys
         by_pair, sums = attended.float().unflatten(-1, (-1, 2)), sums_of(rows)  # [N, L, P, 2], [N, M]
         kept = self._kept(rows, candidates, count, slots.num_slots)
-        stores = _Stores.fill(by_pair, candidates, count, slots.num_slots)
+        stores = _Stores.fill(by_pair, candidates, counts, slots.num_slots)
         first, out = first_values(rows, written, tokens), torch.empty(tokens, size, group, dims)
         queries = torch.empty(0) if unrotated is None else unrotated.flatten(0, 1).permute(2, 0, 1, 3).float().contiguous()
         arrays = (
@@ -171,14 +181,15 @@ class CpuWalkKernel:
         addresses = ((ctypes.c_void_p * 3)(*(x.data_ptr() for x in tensors)) for tensors in kept)
         failed = self._kernel(
             *(x.data_ptr() for x in arrays), *addresses, first.stride(0), first.stride(1), size, group, tokens, pairs,
-            slots.num_slots, dims, count, tokens_before, slots.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
+            slots.num_slots, dims, tokens_before, slots.most or 0, slots.every, self._floor, slots.shape.sliding_window or 0, layer,
             slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise MemoryError("no scratch memory for the compiled walk")
+        left = int(counts.max())
         merged_keys = kept[0][0][:, :left] if self._programs is not None and self._programs.merges_keys else None
         merged_values = stores.values[..., :left].mT if isinstance(slots.policy, Merging) else None
-        candidates.survive(rows, stores.position[:, :left].contiguous(), merged_keys, merged_values)
+        candidates.survive(rows, stores.position[:, :left].contiguous(), counts, merged_keys, merged_values)
         for i, number in enumerate(numbers_of(rows)):
             number[:, :left] = stores.state[:, i, :left]
         put_sums(rows, sums)
@@ -206,22 +217,34 @@ class CpuWalkKernel:
 
 def why_not_walked(slots: Slots) -> str:
     """Return the reason that no walk can be compiled for the policy of some slots; empty if one can be."""
-    because = why_untraced(slots.policy)
+    if why_unserved(slots, competing=True):
+        return ""
+    because = _why_programs(slots)
     if not because:
         return ""
-    if slots.num_slots != slots.most:
-        return ""  # heads that hold different numbers of tokens
     if slots.dtype != torch.float32:
         return f"{because} in other dtypes than float32"
     return why_no_programs(slots.policy, _layout(slots))
 
 
+def _why_programs(slots: Slots) -> str:
+    """Return the reason that a walk needs programs instead of expressions for one slot; empty if it does not."""
+    return "heads that compete" if slots.uneven else why_untraced(slots.policy)
+
+
+def _programs(slots: Slots) -> Programs | None:
+    """Return the programs of a walk; None if it needs none."""
+    return programs(slots.policy, _layout(slots)) if _why_programs(slots) else None
+
+
 def _layout(slots: Slots) -> Layout:
     """Return the sizes of a program for all slots of a head, or of all heads of a layer."""
-    shape = slots.shape
-    heads, sizes = shape.heads if slots.policy.scope == "layer" else 1, HeadSizes(shape.group, shape.key_dim, shape.value_dim)
+    shape, together = slots.shape, slots.uneven or slots.policy.scope == "layer"
     frequencies = () if shape.rotation is None else tuple(shape.rotation.frequencies.tolist())
-    return Layout(heads, slots.num_slots, sizes, slots.num_layers, slots.seed, frequencies, slots.every, shape.sliding_window)
+    return Layout(
+        shape.heads if together else 1, slots.num_slots, HeadSizes(shape.group, shape.key_dim, shape.value_dim),
+        slots.num_layers, slots.seed, frequencies, slots.every, shape.sliding_window, slots.uneven,
+    )  # fmt: skip
 
 
 def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:

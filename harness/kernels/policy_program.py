@@ -47,6 +47,7 @@ class Layout(NamedTuple):
         frequencies: of RoPE, in radians per position; empty without RoPE. P numbers.
         evicted: V.
         window: sliding window of the layer; None if there is none.
+        uneven: heads hold different numbers of tokens, so that slots may be empty when tokens are evicted.
     """
 
     heads: int
@@ -57,6 +58,7 @@ class Layout(NamedTuple):
     frequencies: tuple[float, ...] = ()
     evicted: int = 1
     window: int | None = None
+    uneven: bool = False
 
 
 class Programs(NamedTuple):
@@ -191,7 +193,7 @@ def _traced(policy: Policy, layout: Layout) -> Programs:
                 state.copy_(statistic.update(state, attention, view))
 
     def importance() -> None:
-        worth = policy.importance(_View.of(arrays, layout, states, full=True))
+        worth = policy.importance(_View.of(arrays, layout, states, full=not layout.uneven))
         arrays["worth"].copy_(worth.expand(1, heads, slots)[0])
 
     def merge() -> None:

@@ -24,11 +24,14 @@ def may_outlive_window(slots: Slots) -> bool:
     return slots.shape.sliding_window is not None and not slots.evicts_each_step
 
 
-def why_unserved(slots: Slots) -> str:
-    """Return the reason that no kernel does the bookkeeping of these slots under any policy; empty if a kernel may."""
+def why_unserved(slots: Slots, competing: bool = False) -> str:
+    """Return the reason that no kernel does the bookkeeping of these slots under any policy; empty if a kernel may.
+
+    competing: whether the kernel serves heads that compete for the tokens of their layer.
+    """
     if slots.budget.pages is not None:
         return "no kernel evicts whole pages"
-    if slots.uneven:
+    if slots.uneven and not (competing and slots.budget.of_rows is None):
         return "heads that hold different numbers of tokens have no kernel"
     if may_outlive_window(slots):
         return f"no kernel evicts {slots.every} tokens at once from a layer with a sliding window"

@@ -16,17 +16,23 @@
 
 enum { ALREADY_ROTATED, BY_RANK, BY_DISTANCE };
 
-/* Chooses the token of the lowest worth, and the oldest of equals, among tokens that are not gone. Marks the token as gone. */
-static inline int64_t evict(float *restrict worth, char *restrict gone, int64_t count) {
+/* Returns the token of the lowest worth, and the oldest of equals, among tokens that are not gone. */
+static inline int64_t lowest(const float *restrict worth, const char *restrict gone, int64_t count) {
     int64_t victim = -1;
     float least = INFINITY;
     for (int64_t s = 0; s < count; s++)
         if (worth[s] < least) { least = worth[s]; victim = s; }
     if (victim < 0)  /* all tokens have worth infinity */
         for (victim = 0; gone[victim];) victim++;
+    return victim;
+}
+
+/* Adds a token to the `evicted` victims of a head, which are in ascending order, and marks it as gone. */
+static inline void evict(int64_t victim, int64_t *victims, int64_t evicted, float *worth, char *gone) {
+    for (; evicted > 0 && victims[evicted - 1] > victim; evicted--) victims[evicted] = victims[evicted - 1];
+    victims[evicted] = victim;
     worth[victim] = NAN;  /* skipped by comparisons */
     gone[victim] = 1;
-    return victim;
 }
 
 /* Closes the gaps of evicted tokens in an array of numbers of `size` bytes. victims: indices of the `evicted` tokens in ascending
@@ -39,19 +45,39 @@ static inline void close_gaps(void *array, const int64_t *victims, int64_t evict
 
 #include "program.h"
 
+/* Chooses `excess` tokens to evict from the heads of a layer, which compete: the lowest (worth, rank, head). Every head keeps `floor`
+   tokens. evicted: room for `most` victims of each head; number: number of victims of each head. */
+static inline void compete(float *worths, char *gone, const int64_t *counts, int64_t *evicted, int64_t *number, int64_t slots,
+                           int64_t most, int64_t excess, int64_t floor) {
+    int64_t next[TOGETHER];
+    for (int64_t h = 0; h < TOGETHER; h++)
+        next[h] = counts[h] > floor ? lowest(worths + h * slots, gone + h * slots, counts[h]) : -1;
+    for (; excess > 0; excess--) {
+        int64_t of = -1;
+        for (int64_t h = 0; h < TOGETHER; h++) {
+            if (next[h] < 0) continue;
+            const float ours = worths[h * slots + next[h]], least = of < 0 ? INFINITY : worths[of * slots + next[of]];
+            if (of < 0 || ours < least || (ours == least && next[h] < next[of])) of = h;
+        }
+        if (of < 0) return;
+        evict(next[of], evicted + of * most, number[of]++, worths + of * slots, gone + of * slots);
+        next[of] = counts[of] - number[of] > floor ? lowest(worths + of * slots, gone + of * slots, counts[of]) : -1;
+    }
+}
+
 /* What all tokens of a walk share. cosine, sine: cosine and sine of every angle, [P, angles]. */
 typedef struct {
     const float *cosine, *sine;
     int64_t group, pairs, slots, dims, rotation, angles;
 } Shared;
 
-/* Attends to the first `count` tokens of a row. query: rotated and scaled, [2, P, G]; with BY_DISTANCE, it has the last angle. keys:
-   [2, P, S]; values: [D, S]; at: positions, [S]. rotated: scratch, [2, S]; angle: scratch, [S]. scores: receives the softmax weights, 0
+/* Attends to the first `count` tokens of a row. query: rotated and scaled, [2, P, G]; with BY_DISTANCE, it has the last angle. first_angle:
+   angle of rank 0. keys: [2, P, S]; values: [D, S]; at: positions, [S]. rotated: scratch, [2, S]; angle: scratch, [S]. scores: receives the softmax weights, 0
    in empty slots, [G, S]. logits: receives the scores before the softmax, -inf in empty slots, [G, S]; null if they are not needed.
    answer: receives the output, [G, D]. */
 static inline void attend(Shared of, const float *restrict query, const float *restrict keys, const float *restrict values,
-                          const int64_t *restrict at, int64_t step, int64_t count, float *restrict rotated, int64_t *restrict angle,
-                          float *restrict scores, float *restrict logits, float *restrict answer) {
+                          const int64_t *restrict at, int64_t step, int64_t count, int64_t first_angle, float *restrict rotated,
+                          int64_t *restrict angle, float *restrict scores, float *restrict logits, float *restrict answer) {
     const int64_t slots = of.slots, group = of.group, pairs = of.pairs;
     float *restrict rotated_re = rotated, *restrict rotated_im = rotated + slots;
     memset(scores, 0, group * slots * sizeof(float));
@@ -59,7 +85,7 @@ static inline void attend(Shared of, const float *restrict query, const float *r
         for (int64_t s = 0; s < count; s++) angle[s] = step - at[s] < of.angles ? of.angles - 1 - (step - at[s]) : 0;
     for (int64_t p = 0; p < pairs; p++) {
         const float *restrict re = keys + p * slots, *restrict im = keys + (pairs + p) * slots;
-        const float *restrict c = of.cosine + p * of.angles, *restrict i = of.sine + p * of.angles;
+        const float *restrict c = of.cosine + p * of.angles + first_angle, *restrict i = of.sine + p * of.angles + first_angle;
         if (of.rotation == BY_RANK)
             for (int64_t s = 0; s < count; s++) {
                 rotated_re[s] = re[s] * c[s] - im[s] * i[s];
@@ -122,28 +148,30 @@ static inline void update_row(float *restrict states, const float *restrict weig
 /* Walks a block. Returns 0, or -1 if there is no memory.
 
    query: rotated and scaled, [N, T, 2, P, G], real parts, then imaginary parts. key: [N, T, 2, P]. value: [N, T, D]. held_key:
-   [N, 2, P, S], held_value: [N, D, S], position: [N, S], state: [N, NUMBERS, S]: entries of the `held` tokens, oldest first, which are
-   changed. written: first values of a token's numbers, [N, T, NUMBERS] with any strides. head: index of the head in the model's layer,
+   [N, 2, P, S], held_value: [N, D, S], position: [N, S], state: [N, NUMBERS, S]: entries of the tokens held, oldest first, which are
+   changed. held: number of tokens of each row, which is changed, [N]. written: first values of a token's numbers, [N, T, NUMBERS] with any strides. head: index of the head in the model's layer,
    [N]. prompt: prompt length, [N / heads]. rotation: rotation of keys, see above. cosine, sine: see `Shared`. first: step of the first
-   token. When `full` tokens are held, `every` of them are evicted. window: sliding window of the layer; 0 if none. out: receives the
+   token. When `full` tokens are held, `every` of them are evicted. floor: if the heads of a layer compete, the number of tokens that
+   each keeps; otherwise -1. Then `full` and `every` are means over heads, and queries have the last angle BY_RANK, too. window: sliding window of the layer; 0 if none. out: receives the
    output, [T, N, G, D]. Of programs: queries: unrotated, [T, N, G, 2 * P]; null if not read; sums: numbers per head, [N, SUMS]; kept:
-   keys, rotated keys and terms of the sums of the `held` tokens, [N, S, width] each; fresh: those of the block, [N, T, width] each. */
+   keys, rotated keys and terms of the sums of the tokens held, [N, S, width] each; fresh: those of the block, [N, T, width] each. */
 int64_t walk(const float *restrict query, const float *restrict key, const float *restrict value, float *restrict held_key,
-             float *restrict held_value, int64_t *restrict position, float *restrict state, const float *restrict written,
-             const int64_t *restrict head, const int64_t *restrict prompt, const float *restrict cosine,
+             float *restrict held_value, int64_t *restrict position, float *restrict state, int64_t *restrict held,
+             const float *restrict written, const int64_t *restrict head, const int64_t *restrict prompt, const float *restrict cosine,
              const float *restrict sine, float *restrict out, const float *queries, double *restrict sums, float *const *kept,
              const float *const *fresh, int64_t written_row, int64_t written_token, int64_t rows,
-             int64_t group, int64_t tokens, int64_t pairs, int64_t slots, int64_t dims, int64_t held, int64_t first,
-             int64_t full, int64_t every, int64_t window, int64_t layer, int64_t num_layers, int64_t heads, int64_t seed, int64_t rotation,
+             int64_t group, int64_t tokens, int64_t pairs, int64_t slots, int64_t dims, int64_t first, int64_t full,
+             int64_t every, int64_t floor, int64_t window, int64_t layer, int64_t num_layers, int64_t heads, int64_t seed, int64_t rotation,
              int64_t angles, int64_t threads) {
     const Shared shared = {cosine, sine, group, pairs, slots, dims, rotation, angles};
+    const int64_t room = floor < 0 ? every : TOGETHER * every;  /* for victims of a head */
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t n0 = 0; n0 < rows; n0 += TOGETHER) {
         float *scratch = malloc((TOGETHER * ((1 + LOGITS_ARE_READ) * group + 2 + MERGED_WIDTH) + 3) * slots * sizeof(float));
-        int64_t *angle = malloc(((1 + TOGETHER) * slots + TOGETHER * every + 1) * sizeof(int64_t)), *ranks = angle + slots;
+        int64_t *angle = malloc(((1 + TOGETHER) * slots + TOGETHER * room + 1) * sizeof(int64_t)), *ranks = angle + slots;
         int64_t *evicted = ranks + TOGETHER * slots;  /* one more, for the number of tokens after the last head's */
-        char *gone = calloc(slots, 1), *of_programs = aligned_alloc(64, SCRATCH + 64);
+        char *gone = calloc(TOGETHER * slots, 1), *of_programs = aligned_alloc(64, SCRATCH + 64);
         if (!scratch || !angle || !gone || !of_programs) {
             free(scratch); free(angle); free(gone); free(of_programs);
             failed = 1;
@@ -152,11 +180,12 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
         float *restrict rotated = scratch, *restrict most = scratch + 2 * slots, *restrict worths = scratch + 3 * slots;
         float *restrict weights = worths + TOGETHER * slots, *logits = LOGITS_ARE_READ ? weights + TOGETHER * group * slots : NULL;
         float *merged = weights + TOGETHER * (1 + LOGITS_ARE_READ) * group * slots;
-        int64_t count = held;
+        int64_t *counts = held + n0;
         for (int64_t t = 0; t < tokens; t++) {
             const int64_t step = first + t;
+            int64_t total = 0, number[TOGETHER];
             for (int64_t h = 0; h < TOGETHER; h++) {
-                const int64_t n = n0 + h;
+                const int64_t n = n0 + h, count = counts[h]++;
                 float *restrict keys = held_key + n * 2 * pairs * slots, *restrict values = held_value + n * dims * slots;
                 const float *restrict k = key + (n * tokens + t) * 2 * pairs, *restrict v = value + (n * tokens + t) * dims;
                 for (int64_t p = 0; p < 2 * pairs; p++) keys[p * slots + count] = k[p];
@@ -166,61 +195,59 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
                     state[(n * NUMBERS + i) * slots + count] = written[n * written_row + t * written_token + i];
                 keep(kept, fresh, sums, n, n * tokens + t, slots, count);
                 attend(shared, query + (n * tokens + t) * 2 * pairs * group, keys, values, position + n * slots, step, count + 1,
-                       rotated, angle, weights + h * group * slots, logits ? logits + h * group * slots : NULL,
+                       floor < 0 || rotation != BY_RANK ? 0 : angles - 1 - count, rotated, angle, weights + h * group * slots, logits ? logits + h * group * slots : NULL,
                        out + (t * rows + n) * group * dims);
+                total += count + 1, number[h] = 0;
             }
-            count++;
+            const int due = total >= TOGETHER * full;
 #if PROGRAMS
-            if (RANKS_ARE_READ) 
-                for (int64_t s = 0; s < TOGETHER * slots; s++) ranks[s] = s % slots < count ? s % slots : slots;
+            if (RANKS_ARE_READ)
+                for (int64_t s = 0; s < TOGETHER * slots; s++) ranks[s] = s % slots < counts[s / slots] ? s % slots : slots;
             const Arrays arrays = {
-                position + n0 * slots, ranks, &step, &layer, head + n0, prompt + n0 / heads, 
+                position + n0 * slots, ranks, &step, &layer, head + n0, prompt + n0 / heads,
                 kept[0] + n0 * slots * KEYS_WIDTH, kept[1] + n0 * slots * ROTATED_WIDTH,
                 held_value + n0 * dims * slots, state + n0 * NUMBERS * slots, sums + n0 * SUMS, weights, logits,
                 out + (t * rows + n0) * group * dims,
                 queries ? queries + (t * rows + n0) * group * 2 * pairs : NULL, worths, evicted, merged,
             };
             update_program(arrays, of_programs);
-            if (count == full) importance_program(arrays, of_programs);
+            if (due) importance_program(arrays, of_programs);
 #else
+            const int64_t count = counts[0];
             const Now now = {step, layer, head[n0], count, prompt[n0 / heads], group, num_layers, seed};
             const int64_t *restrict at = position + n0 * slots;
             float *restrict states = state + n0 * NUMBERS * slots;
             update_row(states, weights, worths, most, at, slots, now);
-            for (int64_t s = 0; s < count && count == full; s++) worths[s] = importance(loaded(states, slots, s), s, at[s], now);
+            for (int64_t s = 0; s < count && due; s++) worths[s] = importance(loaded(states, slots, s), s, at[s], now);
 #endif
-            if (count < full) continue;
+            if (!due) continue;
             for (int64_t h = 0; h < TOGETHER; h++) {
-                const int64_t *restrict at_h = position + (n0 + h) * slots;
+                const int64_t *restrict at_h = position + (n0 + h) * slots, count = counts[h];
                 float *restrict worth = worths + h * slots;
                 if (window)
                     for (int64_t s = 0; s < count; s++) worth[s] = step - at_h[s] >= window - 1 ? -INFINITY : worth[s];
-                int64_t *victims = evicted + h * every;
-                for (int64_t i = 0; i < every; i++) {
-                    int64_t place = i;
-                    const int64_t victim = evict(worth, gone, count);
-                    for (; place > 0 && victims[place - 1] > victim; place--) victims[place] = victims[place - 1];
-                    victims[place] = victim;
-                }
-                for (int64_t i = 0; i < every; i++) gone[victims[i]] = 0;
+                for (; floor < 0 && number[h] < every; number[h]++)
+                    evict(lowest(worth, gone + h * slots, count), evicted + h * room, number[h], worth, gone + h * slots);
             }
+            if (floor >= 0) compete(worths, gone, counts, evicted, number, slots, room, total - TOGETHER * (full - every), floor);
 #if PROGRAMS
             if (MERGES) merge_program(arrays, of_programs);
             for (int64_t n = n0; n < n0 + TOGETHER && MERGED_WIDTH; n++)
                 put_merged(merged + (n - n0) * slots * MERGED_WIDTH, kept, held_key + n * 2 * pairs * slots, position + n * slots, n,
-                           slots, count);
+                           slots, counts[n - n0]);
 #endif
             for (int64_t h = TOGETHER - 1; h >= 0; h--) {  /* last head first: a head's end mark overwrites the next head's victim */
-                const int64_t n = n0 + h, *victims = evicted + h * every;
-                evicted[(h + 1) * every] = count;
+                const int64_t n = n0 + h, *victims = evicted + h * room;
+                for (int64_t i = 0; i < number[h]; i++) gone[h * slots + victims[i]] = 0;
+                evicted[h * room + number[h]] = counts[h];
                 for (int64_t p = 0; p < 2 * pairs; p++)
-                    close_gaps(held_key + (n * 2 * pairs + p) * slots, victims, every, sizeof(float));
-                for (int64_t d = 0; d < dims; d++) close_gaps(held_value + (n * dims + d) * slots, victims, every, sizeof(float));
-                for (int i = 0; i < NUMBERS; i++) close_gaps(state + (n * NUMBERS + i) * slots, victims, every, sizeof(float));
-                close_gaps(position + n * slots, victims, every, sizeof(int64_t));
-                forget(kept, sums, n, slots, victims, every);
+                    close_gaps(held_key + (n * 2 * pairs + p) * slots, victims, number[h], sizeof(float));
+                for (int64_t d = 0; d < dims; d++) close_gaps(held_value + (n * dims + d) * slots, victims, number[h], sizeof(float));
+                for (int i = 0; i < NUMBERS; i++) close_gaps(state + (n * NUMBERS + i) * slots, victims, number[h], sizeof(float));
+                close_gaps(position + n * slots, victims, number[h], sizeof(int64_t));
+                forget(kept, sums, n, slots, victims, number[h]);
+                counts[h] -= number[h];
             }
-            count -= every;
         }
         free(scratch);
         free(angle);
