@@ -94,14 +94,13 @@ class D2O(Merging):
         given = (similar[:, None] & evicted.real).to(weights)
         weights = given * weights
         own = 1.0 if self.variant == "official" else e
-        zeros = weights.new_zeros(view.rank.shape)
-        number = nearest.add(zeros, given)
-        total = nearest.take(own + (number if self.variant == "official" else nearest.add(zeros, weights)))[..., None]
+        number = nearest.total(given)
+        total = own + (number if self.variant == "official" else nearest.total(weights))
 
         def mixed(x: Tensor) -> Tensor:
-            return nearest.take(nearest.add(own * x, weights[..., None] * evicted.take(x))) / total
+            return (own * nearest.take(x) + nearest.total(weights[..., None] * evicted.take(x))) / total[..., None]
 
-        changed = nearest.take(number) > 0
+        changed = number > 0
         values = nearest.put(view.values, mixed(view.values.to(nearest.rotated.dtype)).to(view.values.dtype), changed)
         rotated = mixed(nearest.rotated).to(view.keys.dtype)
         keys = nearest.put(view.keys, unrotated(view.rotate, rotated, nearest.take(view.position)), changed)

@@ -103,14 +103,17 @@ class Nearest:
     def of(cls, view: CacheView, evicted: Evicted) -> Nearest:
         """Compare each evicted token's key with the keys of all kept tokens."""
         rotated = view.rotated_keys.to(torch.promote_types(view.keys.dtype, torch.float32))
-        unit = rotated / rotated.norm(dim=-1, keepdim=True).clamp(min=1e-6)
-        cosine = evicted.take(unit) @ unit.transpose(-1, -2)
+        norm = rotated.norm(dim=-1).clamp(min=1e-6)
+        cosine = evicted.take(rotated) @ rotated.mT / evicted.take(norm)[..., None] / norm[:, :, None]
         similarity, slot = cosine.masked_fill(~evicted.kept[:, :, None], -2).max(-1)
         return cls(similarity.masked_fill(~evicted.real, 0), slot, rotated)
 
-    def add(self, into: Tensor, x: Tensor) -> Tensor:
-        """Add evicted tokens' vectors or numbers to their nearest kept tokens. [B, H, S, ...], [B, H, E, ...] -> as `into`."""
-        return into.scatter_add(2, self._slot_of(x), x)
+    def total(self, x: Tensor) -> Tensor:
+        """Evicted tokens' vectors or numbers, summed over those of the same kept token. [B, H, E, ...] -> same shape."""
+        number = torch.arange(self.slot.shape[-1], device=x.device).expand_as(self.slot)
+        by_slot = number.new_zeros(self.rotated.shape[:3]).scatter(-1, self.slot, number)  # one evicted token of each kept token
+        index = _expanded(by_slot.gather(-1, self.slot), x)
+        return torch.zeros_like(x).scatter_add(2, index, x).gather(2, index)
 
     def take(self, x: Tensor) -> Tensor:
         """Vectors or numbers of the nearest kept tokens. [B, H, S, ...] -> [B, H, E, ...]."""
@@ -118,10 +121,12 @@ class Nearest:
 
     def put(self, into: Tensor, x: Tensor, changed: Tensor) -> Tensor:
         """Replace vectors of nearest kept tokens that `changed`. [B, H, S, D], [B, H, E, D], [B, H, E] bool -> as `into`."""
-        return into.scatter(2, self._slot_of(x), x.where(changed[..., None], self.take(into)))
+        return into.scatter(2, _expanded(self.slot, x), x.where(changed[..., None], self.take(into)))
 
-    def _slot_of(self, x: Tensor) -> Tensor:
-        return self.slot.view(*self.slot.shape, *[1] * (x.dim() - 3)).expand(x.shape)
+
+def _expanded(index: Tensor, x: Tensor) -> Tensor:
+    """Repeat an index for the vectors of x. [B, H, E], [B, H, E, ...] -> shape of x."""
+    return index.view(*index.shape, *[1] * (x.dim() - 3)).expand(x.shape)
 
 
 def unrotated(rotate: Rotate, rotated: Tensor, position: Tensor) -> Tensor:

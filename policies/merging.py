@@ -35,10 +35,10 @@ class ValueMerging(Merging):
         """Average values, weighted by similarity and by the share of the evicted value's norm."""
         nearest = Nearest.of(view, evicted)
         values, given = view.values.to(nearest.rotated.dtype), evicted.take(view.values).to(nearest.rotated.dtype)
-        target = values.norm(dim=-1).gather(-1, nearest.slot)
+        target = nearest.take(values).norm(dim=-1)
         weights = nearest.similarity.clamp(min=0) * (nearest.similarity >= self.threshold) * evicted.real
         norm = given.norm(dim=-1)
         weights = weights * norm / (norm + target + _EPSILON)
-        total = nearest.take(nearest.add(values.new_zeros(values.shape[:-1]), weights))
-        merged = nearest.take(nearest.add(values, weights[..., None] * given)) / (1 + total[..., None])
+        total = nearest.total(weights)
+        merged = (nearest.take(values) + nearest.total(weights[..., None] * given)) / (1 + total[..., None])
         return Merged(nearest.put(view.values, merged.to(view.values.dtype), total > 0))

@@ -20,7 +20,7 @@ from kvbench.policies.adakv import AdaKV
 from kvbench.policies.d2o import D2O
 from kvbench.policies.expected_attention import ExpectedAttention
 from kvbench.policies.h2o import H2O
-from kvbench.policies.merges import positions_for
+from kvbench.policies.merges import Evicted, Merged, Merging, positions_for
 from kvbench.policies.rkv import RKV
 from kvbench.policies.statistic import Written
 
@@ -85,6 +85,25 @@ class Favoured(Policy):
 def test_heads_that_compete_keep_what_the_plain_walk_keeps(policy, every, mode):
     """In two streams; by the second block, the head that held most tokens holds fewest."""
     check(policy, 20, [30, 45, 1, 9], 2, mode, every, offers=["compiled walk"])
+
+
+@dataclass(frozen=True)
+class ReadsBothValues(Merging):
+    """A merge that changes the second token's value, and then reads all values as they were."""
+
+    score: Policy = H2O(2)
+
+    def merge(self, view: CacheView, evicted: Evicted) -> Merged:
+        """The attention received grows by the sum of a value."""
+        second = (view.rank == 1).float().argmax(-1, keepdim=True)[..., None].expand(-1, -1, -1, view.values.shape[-1])
+        values = view.values.scatter(2, second, torch.full(second.shape, 0.5))
+        statistic = self.statistics[0]
+        return Merged(values, None, {statistic: view.state(statistic) + view.values.sum(-1)})
+
+
+@needs_compiler
+def test_a_merge_that_reads_what_it_replaces():
+    check(ReadsBothValues(), 12, [20, 9, 1, 6], 2, offers=["compiled walk"])
 
 
 @needs_compiler

@@ -181,8 +181,8 @@ class CpuWalkKernel:
         addresses = ((ctypes.c_void_p * 3)(*(x.data_ptr() for x in tensors)) for tensors in kept)
         failed = self._kernel(
             *(x.data_ptr() for x in arrays), *addresses, first.stride(0), first.stride(1), size, group, tokens, pairs,
-            slots.num_slots, dims, tokens_before, slots.most or 0, slots.every, self._floor, slots.shape.sliding_window or 0, layer,
-            slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
+            slots.num_slots, dims, tokens_before, slots.most or 0, slots.every, self._floor, slots.shape.sliding_window or 0,
+            layer, slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise MemoryError("no scratch memory for the compiled walk")

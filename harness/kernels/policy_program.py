@@ -23,6 +23,7 @@ from torch import Tensor
 from kvbench.harness.engine.held import writes
 from kvbench.harness.kernels.expressions import NotTraceableError
 from kvbench.harness.kernels.tensor_code import Source, source_of
+from kvbench.harness.kernels.tensor_memory import without_copies
 from kvbench.harness.kernels.tensor_program import Recorder
 from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic
 from kvbench.policies.merges import Evicted, Merging
@@ -249,4 +250,5 @@ def _recorded(run: Callable[[], None], arrays: dict[str, Tensor]) -> Source:
     recorder = Recorder(arrays)
     with torch.no_grad(), recorder:
         run()
+    recorder.operations = without_copies(recorder.operations)
     return source_of(recorder)

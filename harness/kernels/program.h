@@ -122,5 +122,26 @@ static inline float exponential(float x) {
     return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : x == x ? y : x;
 }
 
+/* Multiplies a few rows with a matrix whose columns are contiguous. left: [rows, inner]; right: columns of `inner` numbers, `stride`
+   apart; out: as in `multiply`. */
+#define DOTS(TYPE) \
+    static inline void dots_##TYPE(const TYPE *left, const TYPE *right, TYPE *out, int64_t rows, int64_t inner, int64_t columns, \
+                                   int64_t stride, int64_t row_stride, int64_t column_stride) { \
+        for (int64_t i = 0; i < rows; i++) \
+            for (int64_t j = 0; j < columns; j++) { \
+                const TYPE *a = left + i * inner, *b = right + j * stride; \
+                TYPE lane[LANES] = {0}; \
+                int64_t k = 0; \
+                for (; k + LANES <= inner; k += LANES) \
+                    for (int l = 0; l < LANES; l++) lane[l] += a[k + l] * b[k + l]; \
+                for (int half = LANES / 2; half; half /= 2) \
+                    for (int l = 0; l < half; l++) lane[l] += lane[l + half]; \
+                for (; k < inner; k++) lane[0] += a[k] * b[k]; \
+                out[i * row_stride + j * column_stride] = lane[0]; \
+            } \
+    }
+DOTS(float)
+DOTS(double)
+
 PROGRAM_TEXTS_OF_POLICY
 #pragma GCC pop_options

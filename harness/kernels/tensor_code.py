@@ -247,9 +247,12 @@ class _Writer:
         self.loops(outer, body, independent=False)
 
     def product(self, op: Operation) -> None:
-        """Multiply matrices, by `multiply` in program.h."""
+        """Multiply matrices, by `multiply` or `dots` in program.h."""
         a, b, out = *op.args, op.outs[0]
         (size, rows, inner), columns, kind = a.shape, b.shape[2], type_of(out.dtype)
+        if rows < _TILE_ROWS and b.stride(1) == 1:
+            self._dots(a, b, out)
+            return
         height, width = -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _TILE) * _TILE
         body = self._locals(left=(kind, height * inner), right=(kind, inner * width))
         for name, x, (i, j), lengths in (("left", a, "ik", (height, inner)), ("right", b, "kj", (inner, width))):
@@ -260,6 +263,17 @@ class _Writer:
         target = self.element(out, ["n", "0", "0"])
         body += f"multiply_{kind}(left, right, &{target}, {rows}, {inner}, {columns}, {width}, "
         body += f"{out.stride(1)}, {out.stride(2)}, {int(_mirrored(a, b))});"
+        self.loops([("n", size)], body, independent=False)
+
+    def _dots(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Multiply a few rows with a matrix whose columns are contiguous."""
+        (size, rows, inner), columns, kind = a.shape, b.shape[2], type_of(out.dtype)
+        body = self._locals(left=(kind, rows * inner))
+        body += f"for (int64_t i = 0; i < {rows}; i++) for (int64_t k = 0; k < {inner}; k++) "
+        body += f"left[i * {inner} + k] = {self.element(a, ['n', 'i', 'k'])};\n"
+        right, target = (self.element(x, ["n", "0", "0"]) for x in (b, out))
+        body += f"dots_{kind}(left, &{right}, &{target}, {rows}, {inner}, {columns}, "
+        body += f"{b.stride(2)}, {out.stride(1)}, {out.stride(2)});"
         self.loops([("n", size)], body, independent=False)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +17,45 @@ ALIGNMENT = 64  # bytes
 def aligned(size: int) -> int:
     """Round a number of bytes up."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def without_copies(operations: list[Operation]) -> list[Operation]:
+    """Return equivalent operations that fill a tensor itself, instead of a clone that is copied to it.
+
+    The tensor must not be used in between, nor the clone afterwards. If it is the one that was cloned, it is changed in place.
+    """
+    for i, op in enumerate(operations):
+        clone, uses = op.outs[0], [k for k in range(i + 1, len(operations)) if _uses(operations[k], op.outs[0])]
+        if op.name != "clone" or not uses or (last := operations[uses[-1]]).name != "copy_":
+            continue
+        source, target, copied = op.args[0], last.outs[0], last.args[1]
+        whole = copied.numel() == clone.numel() and (copied.shape, copied.stride()) == (target.shape, target.stride())
+        in_place = address(source) == address(target)
+        if not whole or (in_place and (source.stride(), source.storage_offset()) != (clone.stride(), target.storage_offset())):
+            continue
+        if any(_uses(other, target) for other in operations[i + 1 : uses[-1]]):
+            continue
+        to_target = partial(_moved, clone, target, {})
+        filled = to_target(clone)
+        first = [] if in_place else [Operation("copy_", (filled, source), {}, (filled,))]
+        between = [
+            Operation(o.name, tuple(map(to_target, o.args)), o.kwargs, tuple(map(to_target, o.outs)))
+            for o in operations[i + 1 : uses[-1]]
+        ]
+        return without_copies([*operations[:i], *first, *between, *operations[uses[-1] + 1 :]])
+    return operations
+
+
+def _moved(clone: Tensor, target: Tensor, views: dict[int, Tensor], x: Any) -> Any:
+    """Return the view of `target` that corresponds to a view of `clone`; anything else as it is. views: of earlier calls."""
+    if not isinstance(x, Tensor) or address(x) != address(clone):
+        return x
+    return views.setdefault(id(x), target.as_strided(x.shape, x.stride(), target.storage_offset() + x.storage_offset()))
+
+
+def _uses(op: Operation, x: Tensor) -> bool:
+    """Return whether an operation reads or changes the storage of a tensor."""
+    return any(address(y) == address(x) for y in (*_operands(op), *op.outs))
 
 
 def inlined(recorder: Recorder) -> dict[int, Operation]:
