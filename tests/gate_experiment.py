@@ -27,7 +27,7 @@ from injected import INJECTIONS, Injection
 from tampered import TAMPERED, Tampering, copied
 
 from kvbench.harness.cli.rerun import request_from_baseline, with_groups
-from kvbench.harness.core.device import instructions
+from kvbench.harness.core.device import device_name, instructions
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.run_facts import Facts
@@ -46,7 +46,8 @@ class Experiment:
     def __init__(self, folder: Path, out: Path, model: str | None, data: str | None, elsewhere: bool = False) -> None:
         self.folder, self.out, self.renamed = folder, out, elsewhere
         self.about, self.records = baseline.load(folder)
-        self.elsewhere = elsewhere or self.records[0].facts.instructions != instructions(torch.device("cpu"))
+        facts, cpu = self.records[0].facts, torch.device("cpu")
+        self.elsewhere = elsewhere or (facts.device, facts.instructions) != (device_name(cpu), instructions(cpu))
         self.request = request_from_baseline(self.about, folder, model, data)
         self.cells = self.request.cells()
         self.done: list[Outcome] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []

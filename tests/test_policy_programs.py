@@ -1,6 +1,6 @@
 """Policies that compare slots or heads, whatever they compute: the compiled walk gives what the plain walk gives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
@@ -91,7 +91,7 @@ def test_heads_that_compete_keep_what_the_plain_walk_keeps(policy, every, mode):
 class ReadsBothValues(Merging):
     """A merge that changes the second token's value, and then reads all values as they were."""
 
-    score: Policy = H2O(2)
+    score: Policy = field(default_factory=lambda: H2O(2))
 
     def merge(self, view: CacheView, evicted: Evicted) -> Merged:
         """The attention received grows by the sum of a value."""
