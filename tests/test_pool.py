@@ -165,7 +165,7 @@ def test_the_kernels_of_a_step_do_what_the_walk_does(policy: Policy, mode):
     """With statistics that they update, with others, and with none."""
     model, tokens = model_of("llama"), tokens_of(110, 2)
     fast, plain = (CachedDecoder(model, CacheConfig(policy, 24, mode, 40), 2, method) for method in (BY_KERNEL, PLAIN_WALK))
-    assert all("step kernel" in walk.offers and walk._kernels.release is not None for walk in fast.walks)
+    assert all("step kernel" in walk.offers for walk in fast.walks)
     for token in tokens.split(1, 1):
         torch.testing.assert_close(fast(token), plain(token), atol=CLOSE[torch.float32], rtol=0)
         assert fast.kept() == plain.kept()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from kvbench.harness.engine.kernel_interface import Kernels, ReleaseKernel
+from kvbench.harness.engine.kernel_interface import Kernels
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.kernels import cpu, cuda
-from kvbench.harness.kernels.cpu_compete import CompeteKernel
 from kvbench.policies import PositionMode
 
 _MODULES: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}  # by kind of device
@@ -25,7 +24,4 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
         because = module.why_not_walked(slots) or module.why_unserved(slots)
         because = because or "no kernel walks blocks of such layers in this dtype"
     step = step_kind.from_slots(slots, mode, limit, longest)
-    release: ReleaseKernel | None = release_kind.from_slots(slots)
-    if release is None and slots.device.type == "cpu":
-        release = CompeteKernel.from_slots(slots)
-    return Kernels(step, release, walk, lost, because)
+    return Kernels(step, release_kind.from_slots(slots), walk, lost, because)

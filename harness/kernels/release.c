@@ -5,8 +5,29 @@
 
 #include "numbers.h"
 #include "policy.h"
-#include "statistics.h"
 #include <stdlib.h>
+
+/* Returns the numbers of a slot. slot: counted over all rows; states: for each number, a pointer to the number of the first slot. */
+static inline State loaded(float *const *states, int64_t slot) {
+    State state = {{0}};
+    for (int i = 0; i < NUMBERS; i++) state.of[i] = states[i][slot * WIDTHS[i]];
+    return state;
+}
+
+/* Updates the statistics of the first `attended` slots of a row, which starts at slot `first`. mass: softmax weights, [G, attended]. */
+static inline void update_row(const float *restrict mass, float *const *states, const int64_t *restrict ranks,
+                              const int64_t *restrict at, int64_t first, int64_t attended, Now now) {
+    for (int64_t s = 0; s < attended; s++) {
+        float total = 0, most = 0;
+        for (int64_t g = 0; g < now.group; g++) {
+            const float weight = mass[g * attended + s];
+            total += weight;
+            if (MOST_IS_READ) most = weight > most ? weight : most;
+        }
+        const State state = updated(loaded(states, first + s), total, most, ranks[s], at[s], now);
+        for (int i = 0; i < NUMBERS; i++) states[i][(first + s) * WIDTHS[i]] = state.of[i];
+    }
+}
 
 /* Empties the slot of the lowest (worth, rank), and returns it. A slot whose rank is `slots` is empty. */
 static inline int64_t evict(float *restrict worth, int64_t *restrict ranks, int64_t attended, int64_t slots) {
@@ -43,7 +64,7 @@ int64_t release(const float *given, const float *mass, float *const *states, int
             step[r], layer[r / rows_of_layer], head ? head[r] : 0, ranks[free_slots[r] - first] + 1,
             prompt ? prompt[r / heads] : 0, group, num_layers, seed,
         };
-        if (mass) update_row(mass + r * group * attended, states, ranks, at, first, attended, attended, now);
+        if (mass) update_row(mass + r * group * attended, states, ranks, at, first, attended, now);
         if (due) {
             for (int64_t s = 0; s < attended; s++)
                 worth[s] = given ? given[r * attended + s] : importance(loaded(states, first + s), ranks[s], at[s], now);
