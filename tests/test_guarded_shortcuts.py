@@ -21,7 +21,9 @@ from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, flex_bloc
 from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies.expected_attention import QueryMoments
+from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.leverage import Leverage
+from kvbench.policies.tova import Tova
 
 DIFFERS = "its attention differs from the plain walk's"
 OTHERS = "% of the tokens it evicts are others than the plain walk's"
@@ -211,6 +213,20 @@ def test_blocks_by_kernels_of_a_step(monkeypatch, policy, kernel, fault, why):
     assert found.method.step_kernel == (kernel is None and type(policy) is Leverage)
     assert ("compiled steps: " in found.refused) == bool(kernel)
     assert why in found.refused
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("policy", "blocks", "because"),
+    [
+        (Tova(), "compiled walk", ""),
+        (KeyDiff(), "walk", "a policy that compares keys, values, queries or outputs can't be compiled in other dtypes than float32"),
+    ],
+)
+def test_programs_in_16_bits_compare_no_numbers_of_the_model(policy, blocks, because):
+    """PyTorch computes with a model's numbers in the model's dtype, and with attention in float32."""
+    found = fast_method(model_of("llama", torch.bfloat16), CacheConfig(policy, 20))
+    assert (found.blocks, found.plain_because, found.refused) == (blocks, because, "")
 
 
 class Stale(Graph):

@@ -32,6 +32,7 @@ from kvbench.policies.merges import Merging
 from kvbench.policies.view import mixed_seed
 
 _MAX_TABLE_ANGLES = 2**18
+_OF_MODEL = {"keys", "rotated", "values", "queries", "outputs", "merged"}  # arrays that have the model's dtype in PyTorch
 
 
 class _Candidates(NamedTuple):
@@ -219,12 +220,12 @@ def why_not_walked(slots: Slots) -> str:
     """Return the reason that no walk can be compiled for the policy of some slots; empty if one can be."""
     if why_unserved(slots, competing=True):
         return ""
-    because = _why_programs(slots)
-    if not because:
+    if not _why_programs(slots):
         return ""
-    if slots.dtype != torch.float32:
-        return f"{because} in other dtypes than float32"
-    return why_no_programs(slots.policy, _layout(slots))
+    because = why_no_programs(slots.policy, _layout(slots))
+    if not because and slots.dtype != torch.float32 and not _OF_MODEL.isdisjoint(programs(slots.policy, _layout(slots)).reads):
+        return "a policy that compares keys, values, queries or outputs can't be compiled in other dtypes than float32"
+    return because
 
 
 def _why_programs(slots: Slots) -> str:
