@@ -220,7 +220,11 @@ def test_blocks_by_kernels_of_a_step(monkeypatch, policy, kernel, fault, why):
     ("policy", "blocks", "because"),
     [
         (Tova(), "compiled walk", ""),
-        (KeyDiff(), "walk", "a policy that compares keys, values, queries or outputs can't be compiled in other dtypes than float32"),
+        (
+            KeyDiff(),
+            "walk",
+            "a policy that compares keys, values, queries or outputs can't be compiled in other dtypes than float32",
+        ),
     ],
 )
 def test_programs_in_16_bits_compare_no_numbers_of_the_model(policy, blocks, because):
