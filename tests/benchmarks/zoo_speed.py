@@ -11,6 +11,7 @@ milliseconds per token in attention and the policy's code. Their bound is the ti
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import DynamicCache
 
 import kvbench
 from kvbench.harness.core.device import bandwidth
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import remembered_check
@@ -118,4 +120,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
