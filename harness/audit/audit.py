@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.harness.audit import checks_of_calls, checks_of_quality, checks_of_tokens
-from kvbench.harness.audit.case import Case, Rule
+from kvbench.harness.audit.case import AuditCheck, AuditedCache
 from kvbench.harness.audit.page import html
 from kvbench.harness.audit.subject import Subject, subject_of_factory, subject_of_policy
 from kvbench.harness.audit.trace import Held
@@ -27,7 +27,10 @@ from kvbench.harness.models.load import load
 from kvbench.policies import Policy
 
 RULES = [
-    x for module in (checks_of_tokens, checks_of_calls, checks_of_quality) for x in vars(module).values() if isinstance(x, Rule)
+    x
+    for module in (checks_of_tokens, checks_of_calls, checks_of_quality)
+    for x in vars(module).values()
+    if isinstance(x, AuditCheck)
 ]
 _TINY = {"gqa": "llama", "window": "gemma3_text"}  # families of random models
 _BUILTIN = {"sinks": "builtin:sink_1"}
@@ -157,7 +160,7 @@ def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None,
     attention = subject.attention or agreeing_attention(hf, "sdpa" if hf._supports_sdpa else "eager", ids)
     failed: list[str] = []
     with attention_by(hf, attention), torch.random.fork_rng():
-        case = Case(subject, hf, like, model.tokenizer)
+        case = AuditedCache(subject, hf, like, model.tokenizer)
         for rule in RULES:
             if rule.name not in skip:
                 outcome = _outcome(rule, case, failed)
@@ -166,7 +169,7 @@ def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None,
         result.held[model.name] = {p.first: p.held for p in case.decode.passes[1:]}
 
 
-def _outcome(rule: Rule, case: Case, failed: Sequence[str]) -> Outcome:
+def _outcome(rule: AuditCheck, case: AuditedCache, failed: Sequence[str]) -> Outcome:
     """Return the outcome of a check. A failure that may follow from an earlier one is not reported as another fault."""
     if case.decode.error and rule.name != "reads":
         return skipped("the text could not be read")

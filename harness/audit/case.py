@@ -1,4 +1,4 @@
-"""Case of an audit (one cache on one model), what its checks share, and the definition of a check."""
+"""A cache on a model under audit, what its checks share, and the definition of a check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MIN_HELD_SHARE = 0.5  # minimum number of tokens held after blocks, relative to
 _STORED_EXACTLY = 0.01  # relative difference up to which values count as stored exactly
 
 
-class Case:
+class AuditedCache:
     """A subject on a model.
 
     Attributes:
@@ -242,7 +242,7 @@ def refusable(operation: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AuditCheck:
     """A check.
 
     Attributes:
@@ -256,9 +256,11 @@ class Rule:
     question: str
     usually: str
     follows: tuple[str, ...]
-    find: Callable[[Case], Outcome]
+    find: Callable[[AuditedCache], Outcome]
 
 
-def check(question: str, usually: str, follows: tuple[str, ...] = ()) -> Callable[[Callable[[Case], Outcome]], Rule]:
+def check(
+    question: str, usually: str, follows: tuple[str, ...] = ()
+) -> Callable[[Callable[[AuditedCache], Outcome]], AuditCheck]:
     """Make a function a check with the function's name."""
-    return lambda find: Rule(find.__name__, question, usually, follows, find)
+    return lambda find: AuditCheck(find.__name__, question, usually, follows, find)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.audit.attended import UNKNOWN
-from kvbench.harness.audit.case import Case, check, refusable
+from kvbench.harness.audit.case import AuditedCache, check, refusable
 from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace, Tracer, new_faults
 from kvbench.harness.core.checks import NotApplicableError, Outcome, failed, judged, passed, require
@@ -24,7 +24,7 @@ _NO_PROMPT = "a press cuts what the first forward pass reads"
 
 
 @check("Until a token is evicted, logits are those of full attention.", "K or V is changed although all tokens fit", _OF_PLACES)
-def dense(case: Case) -> Outcome:
+def dense(case: AuditedCache) -> Outcome:
     """Compare logits with a forward pass without a cache, up to the first eviction."""
     require(case.is_exact, "values are stored rounded")
     count = case.decode.first_eviction or len(case.decode.logits)
@@ -33,14 +33,14 @@ def dense(case: Case) -> Outcome:
 
 
 @check("Until a token is evicted, blocks give the logits of single tokens.", "a block is cut too early", _OF_BLOCKS)
-def blocks(case: Case) -> Outcome:
+def blocks(case: AuditedCache) -> Outcome:
     """Read in blocks of 8."""
     require(case.subject.press is None, _NO_PROMPT)
     return judged(case.fault_of([_BLOCK] * (case.length // _BLOCK)), f"{case.length // _BLOCK} blocks of {_BLOCK}")
 
 
 @check("A prompt may come in chunks.", "the cache takes every block of several tokens for a whole prompt", _OF_BLOCKS)
-def chunked_prefill(case: Case) -> Outcome:
+def chunked_prefill(case: AuditedCache) -> Outcome:
     """Read a prompt in chunks, past the budget, then single tokens."""
     require(case.subject.press is None, _NO_PROMPT)
     size = min(_CHUNK, max(1, (case.subject.budget or case.length) // 2))
@@ -49,7 +49,7 @@ def chunked_prefill(case: Case) -> Outcome:
 
 
 @check("Prompts of any length can be read.", "an index that assumes a prompt longer than the window", _OF_BLOCKS)
-def short_prompts(case: Case) -> Outcome:
+def short_prompts(case: AuditedCache) -> Outcome:
     """Read prompts of 1 and 2 tokens, of the budget, and beyond the budget, each followed by single tokens.
 
     A press reads a prompt of the usual length, and a prompt that is one token shorter.
@@ -65,7 +65,7 @@ def short_prompts(case: Case) -> Outcome:
 
 
 @check("A second turn goes on with the same cache.", "a second block of several tokens is taken for a new prompt", _OF_BLOCKS)
-def second_turn(case: Case) -> Outcome:
+def second_turn(case: AuditedCache) -> Outcome:
     """Read single tokens past the budget, then a block of several tokens, then single tokens."""
     first = case.steps(case.prompt, then=max(1, case.past_full - case.prompt))
     return judged(case.fault_of(case.steps(*first, _TURN, then=_LATER)), f"{_TURN} tokens after {sum(first)}")
@@ -76,7 +76,7 @@ def second_turn(case: Case) -> Outcome:
     "padding is kept like a token. This is expected if first tokens are kept: read texts one by one, and use `--skip padding`",
     _OF_PLACES,
 )
-def padding(case: Case) -> Outcome:
+def padding(case: AuditedCache) -> Outcome:
     """Read two prompts side by side, the second left-padded, and compare each with the prompt alone."""
     require(case.is_exact, "values are stored rounded")
     count = max(_PADDING + 1, case.prompt)
@@ -100,20 +100,20 @@ def padding(case: Case) -> Outcome:
 
 
 @check("Beams can be reordered.", "a tensor of the cache is not reordered with the others", _OF_RUNS)
-def beams(case: Case) -> Outcome:
+def beams(case: AuditedCache) -> Outcome:
     """Swap two texts by `reorder_cache`, as beam search does."""
     index: Any = torch.tensor([1, 0], device=case.hf.device)
     return _rearranged(case, "reorder_cache([1, 0])", lambda reader: reader.cache.reorder_cache(index), [0, 1], [1, 0])
 
 
 @check("A text can be repeated.", "a tensor of the cache is not repeated with the others", _OF_RUNS)
-def repeat(case: Case) -> Outcome:
+def repeat(case: AuditedCache) -> Outcome:
     """Repeat a text by `batch_repeat_interleave`, to go on in several ways."""
     name = "batch_repeat_interleave(2)"
     return _rearranged(case, name, lambda reader: reader.cache.batch_repeat_interleave(2), [0], [0, 0])
 
 
-def _rearranged(case: Case, name: str, change: Callable[[Reader], None], before: list[int], after: list[int]) -> Outcome:
+def _rearranged(case: AuditedCache, name: str, change: Callable[[Reader], None], before: list[int], after: list[int]) -> Outcome:
     """Rearrange texts in the cache, and compare with a cache that read the texts in this order."""
     texts, count = case.text(2), case.past_full
     first, later = texts[:, :count], texts[after, count : count + _LATER]
@@ -122,7 +122,7 @@ def _rearranged(case: Case, name: str, change: Callable[[Reader], None], before:
 
 
 @check("A copy is independent.", "the copy shares a tensor, or counts in a variable of the class", _OF_RUNS)
-def deep_copy(case: Case) -> Outcome:
+def deep_copy(case: AuditedCache) -> Outcome:
     """Continue a cache and its copy with different tokens, and compare both with new caches."""
     texts, readers = case.text(2), [Reader(case.subject, case.hf) for _ in range(3)]
     for reader in readers:
@@ -139,7 +139,7 @@ def deep_copy(case: Case) -> Outcome:
 
 
 @check("`reset` empties the cache.", "a counter, an index or a score survives `reset`", ("determinism", "length"))
-def reset(case: Case) -> Outcome:
+def reset(case: AuditedCache) -> Outcome:
     """Read a text, reset, read another, and compare with a new cache."""
     texts, reader, expected = case.text(2)[:, : case.past_full], Reader(case.subject, case.hf), Reader(case.subject, case.hf)
     _read(reader, texts[:1])
@@ -151,7 +151,7 @@ def reset(case: Case) -> Outcome:
 
 
 @check("`crop` removes the newest tokens.", "a counter, an index or a score is not cropped", _OF_PLACES)
-def crop(case: Case) -> Outcome:
+def crop(case: AuditedCache) -> Outcome:
     """Crop before the first eviction, read other tokens, and compare with a new cache. Then crop after an eviction."""
     require(case.subject.press is None, _NO_PROMPT)
     require(getattr(case.subject.new_cache(case.hf), "is_croppable", True), "is_croppable is False")
@@ -171,7 +171,7 @@ def crop(case: Case) -> Outcome:
     return judged(fault and f"after {full} tokens, crop(-{removed}): {fault}", f"{evidence}, and after {full}, with some evicted")
 
 
-def _fault_of_crop(case: Case, removed: int) -> str:
+def _fault_of_crop(case: AuditedCache, removed: int) -> str:
     """Return what goes wrong if the newest tokens are removed after an eviction; empty if nothing."""
     steps, of = case.steps(case.prompt, then=case.past_full - case.prompt), Trace()
     tracer, count = Tracer(Reader(case.subject, case.hf), case.hf, case.rotations, of), sum(steps)
@@ -195,7 +195,7 @@ def _fault_of_crop(case: Case, removed: int) -> str:
 
 
 @check("A model in bfloat16 can be read.", "a tensor is created in float32, or an index is computed in 16 bits")
-def bfloat16(case: Case) -> Outcome:
+def bfloat16(case: AuditedCache) -> Outcome:
     """Read with a copy of the model in bfloat16."""
     narrow: Any = deepcopy(case.hf)
     of = case.trace(case.shortened, hf=narrow.to(torch.bfloat16))
@@ -216,7 +216,9 @@ def _read(reader: Reader, ids: Tensor) -> Tensor:
     return torch.cat([*logits, *(reader(ids[:, t : t + 1]) for t in range(first, ids.shape[1]))], 1)
 
 
-def _differs_after(case: Case, name: str, change: Callable[[Reader], None], before: Tensor, after: Tensor, later: Tensor) -> str:
+def _differs_after(
+    case: AuditedCache, name: str, change: Callable[[Reader], None], before: Tensor, after: Tensor, later: Tensor
+) -> str:
     """Change a cache that has read texts, and compare its logits with those of a new cache that reads the changed texts.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvbench.harness.audit.case import Case, check
+from kvbench.harness.audit.case import AuditedCache, check
 from kvbench.harness.audit.subject import Reader
 from kvbench.harness.audit.trace import Trace
 from kvbench.harness.core.checks import Outcome, failed, passed, require, skipped
@@ -20,7 +20,7 @@ _COST = 0.01  # nats; a smaller difference of NLL is rounding
 
 
 @check("The tokens held are those of our policy of this name.", "another variant of the method: see which tokens differ first")
-def like(case: Case) -> Outcome:
+def like(case: AuditedCache) -> Outcome:
     """Compare the tokens held before every step with those of a policy of ours."""
     if case.like is None:
         return skipped("no policy is named (--like)")
@@ -41,7 +41,7 @@ def like(case: Case) -> Outcome:
 
 
 @check("The attention mass of evicted tokens is known.", "")
-def attention_mass(case: Case) -> Outcome:
+def attention_mass(case: AuditedCache) -> Outcome:
     """Sum the weights that full attention gives to tokens that are no longer held."""
     first = case.decode.first_eviction
     if first is None:
@@ -61,7 +61,7 @@ def attention_mass(case: Case) -> Outcome:
     "`get_seq_length` or the positions of keys are wrong",
     ("length", "positions"),
 )
-def perplexity(case: Case) -> Outcome:
+def perplexity(case: AuditedCache) -> Outcome:
     """Read generated prose with full attention, with positions passed, and with positions from the cache's length."""
     require(case.tokenizer is not None, "the model has no tokenizer")
     text = case.tokenizer(Prose(0).text(_BYTES_A_TOKEN * case.length), return_tensors="pt")["input_ids"][:, : case.length]
@@ -75,7 +75,7 @@ def perplexity(case: Case) -> Outcome:
     return failed(evidence) if abs(float(from_stream - from_length)) > _COST else passed(evidence)
 
 
-def _read(case: Case, ids: Tensor, explicit: bool) -> Tensor:
+def _read(case: AuditedCache, ids: Tensor, explicit: bool) -> Tensor:
     """Return logits of a text that is read by a new cache. [1, N] int64 -> [N, V]."""
     reader = Reader(case.subject, case.hf, explicit)
     return torch.cat([reader(block)[0] for block in ids.split(case.steps(case.prompt)[: ids.shape[1]], 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvbench.harness.audit.attended import UNKNOWN
-from kvbench.harness.audit.case import Case, check
+from kvbench.harness.audit.case import AuditedCache, check
 from kvbench.harness.audit.trace import FAULTS, Pass, placement
 from kvbench.harness.core.checks import Outcome, failed, judged, passed, require, skipped
 
@@ -13,14 +13,14 @@ _MOST_ALLOCATED = 1.5  # maximum of allocated bytes, relative to the bytes of th
 
 
 @check("A prompt and single tokens are read without an exception.", "the cache does not implement the interface of `Cache`")
-def reads(case: Case) -> Outcome:
+def reads(case: AuditedCache) -> Outcome:
     """Read a prompt and single tokens."""
     decode = case.decode
     return judged(decode.error, f"{len(decode.logits)} tokens, {len(decode.passes)} forward passes")
 
 
 @check("Tokens are evicted once there are more than the budget.", "eviction is never called, or its result is not stored")
-def eviction(case: Case) -> Outcome:
+def eviction(case: AuditedCache) -> Outcome:
     """Check that something is evicted."""
     first, size, last = case.decode.first_eviction, case.subject.budget, case.decode.passes[-1]
     if first is not None:
@@ -35,7 +35,7 @@ def eviction(case: Case) -> Outcome:
     "an off-by-one, or eviction before the new token",
     ("eviction",),
 )
-def budget(case: Case) -> Outcome:
+def budget(case: AuditedCache) -> Outcome:
     """Compare the tokens held before every step with the budget."""
     size = case.subject.budget
     if size is None:
@@ -55,7 +55,7 @@ def budget(case: Case) -> Outcome:
 
 
 @check("Between steps, allocated bytes are those of the tokens held.", "K and V are views of a longer storage")
-def memory(case: Case) -> Outcome:
+def memory(case: AuditedCache) -> Outcome:
     """Compare the storage of the cache's tensors between the last two steps with the tokens held there."""
     before, last = case.decode.passes[-2:]
     held, token_bytes = last.mean_held, case.decode.token_bytes
@@ -66,14 +66,14 @@ def memory(case: Case) -> Outcome:
 
 
 @check("Every row is one token read, with its own key and value.", "stale slots, or K and V gathered by other indices")
-def rows(case: Case) -> Outcome:
+def rows(case: AuditedCache) -> Outcome:
     """Identify the rows that `update` returns with the keys and values that were given."""
     rounding = "" if case.is_exact else f", rounded by up to {case.decode.rounding:.0%}"
     return _recorded(case, "rows", f"all rows of {len(case.decode.passes)} passes are tokens read{rounding}")
 
 
 @check("Two runs with one seed are equal.", "randomness that `torch.manual_seed` does not control")
-def determinism(case: Case) -> Outcome:
+def determinism(case: AuditedCache) -> Outcome:
     """Read the text again after seeding PyTorch's generator alike."""
     again = case.trace(case.shortened)
     for a, b in zip(case.decode.passes, again.passes, strict=False):
@@ -88,7 +88,7 @@ def determinism(case: Case) -> Outcome:
     "indices in the text are used as indices in the cache",
     follows=("determinism",),
 )
-def sinks(case: Case) -> Outcome:
+def sinks(case: AuditedCache) -> Outcome:
     """Check that sinks are held at every step."""
     require(case.decode.first_eviction is not None, "nothing is evicted")
     if not case.sinks:
@@ -101,7 +101,7 @@ def sinks(case: Case) -> Outcome:
 
 
 @check("The newest rows are the block's own tokens, in order.", "new rows are written into slots of evicted tokens")
-def order(case: Case) -> Outcome:
+def order(case: AuditedCache) -> Outcome:
     """Check that a block's own tokens are the last rows."""
     known = [[t for t in row if t != UNKNOWN] for p in case.decode.passes for read in p.reads for row in read.tokens.tolist()]
     is_sorted = all(a < b for row in known for a, b in pairwise(row))
@@ -112,7 +112,7 @@ def order(case: Case) -> Outcome:
     "A query sees all rows held, or those in the layer's sliding window, and no later token.",
     "`get_mask_sizes` does not fit the rows that `update` returns",
 )
-def mask(case: Case) -> Outcome:
+def mask(case: AuditedCache) -> Outcome:
     """Check the attention mask that transformers makes from the cache's sizes."""
     windows = sorted({read.window for p in case.decode.passes for read in p.reads if read.window})
     inside = f"; in layers with a sliding window, those of the last {', '.join(map(str, windows))} tokens" if windows else ""
@@ -120,7 +120,7 @@ def mask(case: Case) -> Outcome:
 
 
 @check("`get_seq_length` is the number of tokens read.", "rows held are counted, so that RoPE repeats positions")
-def length(case: Case) -> Outcome:
+def length(case: AuditedCache) -> Outcome:
     """Compare `get_seq_length` with the number of tokens read. Any other length passes only if keys are placed by rank."""
     wrong = next((p for p in case.decode.passes if p.length != p.end), None)
     if wrong is None:
@@ -136,7 +136,7 @@ def length(case: Case) -> Outcome:
     "keys are not moved when ranks change, or moved twice",
     ("rows",),
 )
-def positions(case: Case) -> Outcome:
+def positions(case: AuditedCache) -> Outcome:
     """Measure distances between queries and keys, both with positions from the cache's length and with positions passed."""
     require(not case.is_ours, "the decoder of a policy places keys: positions 'stream'")
     require(bool(case.rotations), "RoPE of this model can't be measured")
@@ -151,13 +151,13 @@ def positions(case: Case) -> Outcome:
     return passed(f"keys are {modes[0]}") if is_enough else failed(faults[0])
 
 
-def _recorded(case: Case, kind: str, evidence: str) -> Outcome:
+def _recorded(case: AuditedCache, kind: str, evidence: str) -> Outcome:
     """Return the outcome of a check that looks for one kind of fault in the rows that `update` returns."""
     require(not case.is_ours, "the decoder of a policy answers the model's calls")
     return judged(FAULTS[kind](case.decode), evidence)
 
 
-def _after_prompt(case: Case) -> list[Pass]:
+def _after_prompt(case: AuditedCache) -> list[Pass]:
     """Return the passes to which the budget applies: all, or the first after the prompt for a press that cuts prompts."""
     press = case.subject.press
     return case.decode.passes[1:2] if press is not None and press.cuts_prompts else case.decode.passes

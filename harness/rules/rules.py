@@ -39,7 +39,7 @@ _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 
 @dataclass(frozen=True)
-class Case:
+class PolicyAtCapacity:
     """A policy at one capacity."""
 
     policy: Policy  # bound to the capacity, if it evicts
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Name of the case in reports: the capacity, or "any" for a policy that never evicts."""
+        """Name in reports: the capacity, or "any" for a policy that never evicts."""
         return str(self.capacity) if self.policy.evicts else "any"
 
     @property
@@ -58,22 +58,22 @@ class Case:
         return max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
 
 
-Rule = tuple[str, Callable[[Case], str]]  # name; check, which returns a problem, or "" if there is none
+Rule = tuple[str, Callable[[PolicyAtCapacity], str]]  # name; check, which returns a problem, or "" if there is none
 
 
-def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Case:
+def at_capacity(policy: Policy, capacity: int | None, device: torch.device = CPU) -> PolicyAtCapacity:
     """Bind a policy to a capacity for checking.
 
     Raises:
         ValueError: the policy can't work with this capacity.
     """
     if not policy.evicts or capacity is None:
-        return Case(policy, policy, _CAPACITY_OF_DENSE, device)
-    return Case(policy.bind(capacity), policy, capacity, device)
+        return PolicyAtCapacity(policy, policy, _CAPACITY_OF_DENSE, device)
+    return PolicyAtCapacity(policy.bind(capacity), policy, capacity, device)
 
 
 @torch.inference_mode()  # as in a run
-def check_rules(rules: Iterable[Rule], on: Case) -> list[Check]:
+def check_rules(rules: Iterable[Rule], on: PolicyAtCapacity) -> list[Check]:
     """Check rules on a policy, in order. After a broken rule of `FOUNDATIONS`, other rules are not tried.
 
     An error of the policy that an earlier rule reported is not reported again.
@@ -96,7 +96,7 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
     if not policy.caches:  # its importance is never used
         return []
     try:
-        on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
+        on = at_capacity(policy, None if capacity is None else min(capacity, LARGEST), device)
         small = _smaller(on)
     except (Exception, SystemExit):  # the cell, which binds it again, fails with this error
         return []
@@ -104,12 +104,12 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
     return [check for check in checks if check.verdict == "fail"]
 
 
-def _smaller(on: Case) -> Case | None:
-    """Return the case at a capacity where all rules are cheap to check; None if it is cheap already, or can't be bound there."""
+def _smaller(on: PolicyAtCapacity) -> PolicyAtCapacity | None:
+    """Return the policy at a capacity where all rules are cheap to check; None if they are already, or it can't be bound."""
     if on.policy.scope == "slot" or on.capacity <= _COMPARED:
         return None
     try:
-        return case(on.unbound, _COMPARED, on.device)
+        return at_capacity(on.unbound, _COMPARED, on.device)
     except ValueError:  # e.g. its window is larger
         return None
 
@@ -126,7 +126,7 @@ def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: to
         raise UserError(f"{label} breaks a rule ({first.name}): {first.evidence}; see 'bench policy check {name}{option}'")
 
 
-def _shape(on: Case) -> str:
+def _shape(on: PolicyAtCapacity) -> str:
     view = random_view(on.policy, on.capacity, on.device)
     for statistic, state in view.states.items():
         if state.shape != first_state(statistic, view).shape:
@@ -153,14 +153,14 @@ def _undecided(out: Tensor, evicts: bool, when: str = "") -> str:
     return ""
 
 
-def _at_capacity(on: Case) -> str:
+def _at_capacity(on: PolicyAtCapacity) -> str:
     """Check one random full cache."""
     view = random_view(on.policy, on.capacity, on.device)
     out = on.policy.importance(view)
     return _misshapen(out, view) or _undecided(out, on.policy.evicts)
 
 
-def _pure(on: Case) -> str:
+def _pure(on: PolicyAtCapacity) -> str:
     view = random_view(on.policy, on.capacity, on.device)
     before, step = copy.deepcopy(view), attention(view, torch.Generator().manual_seed(0))
     step_before = copy.deepcopy(step)
@@ -175,13 +175,13 @@ def _pure(on: Case) -> str:
     return "" if same else "attention was changed in place: return a new tensor"
 
 
-def _deterministic(on: Case) -> str:
+def _deterministic(on: PolicyAtCapacity) -> str:
     view = random_view(on.policy, on.capacity, on.device)
     first, second = on.policy.importance(view), on.policy.importance(view)
     return "" if _equal(first, second, 0) else "two calls differ; use view.uniform() for randomness"
 
 
-def _finite(on: Case) -> str:
+def _finite(on: PolicyAtCapacity) -> str:
     """Check random caches, and caches that result from the policy's own choices."""
     for seed in range(2):
         if problem := _undecided(on.policy.importance(random_view(on.policy, on.capacity, on.device, seed)), evicts=False):
@@ -194,7 +194,7 @@ def _finite(on: Case) -> str:
     return ""
 
 
-def _later(on: Case) -> str:
+def _later(on: PolicyAtCapacity) -> str:
     """Check the first caches that result from the policy's own choices, shifted far into a stream."""
     if _finite(on):
         return ""  # already reported
@@ -209,7 +209,7 @@ def _later(on: Case) -> str:
     return ""
 
 
-def _scope(on: Case) -> str:
+def _scope(on: PolicyAtCapacity) -> str:
     """Check that the importance does not change if slots are permuted or if values outside the scope change."""
     policy, scope = on.policy, on.policy.scope
     view, other = (random_view(policy, on.capacity, on.device, seed) for seed in (0, 1))

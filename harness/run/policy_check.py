@@ -26,7 +26,7 @@ from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt, random_tokens
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.rules.rules import RULES, Case, Rule, case, check_rules
+from kvbench.harness.rules.rules import RULES, PolicyAtCapacity, Rule, at_capacity, check_rules
 from kvbench.harness.run.reading_plan import block_speed
 from kvbench.harness.suite import policy_with, yaml_value
 from kvbench.policies import Policy, Selecting
@@ -103,15 +103,15 @@ def parsed_settings(settings: Sequence[str]) -> dict[str, Any]:
     return {key: yaml_value(text, f"--set {key}={text}") for key, _, text in pairs}
 
 
-def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[Check]]:
+def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[PolicyAtCapacity], list[Check]]:
     """Return the policy bound to each capacity that it accepts, and a result for each capacity that it refuses."""
     if not policy.evicts:
-        return [case(policy, None)], []
-    bound: list[Case] = []
+        return [at_capacity(policy, None)], []
+    bound: list[PolicyAtCapacity] = []
     refused: dict[str, str] = {}
     for capacity in sorted(set(capacities)):
         try:
-            bound.append(case(policy, capacity))
+            bound.append(at_capacity(policy, capacity))
         except ValueError as error:
             refused[str(capacity)] = str(error)
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
@@ -126,7 +126,7 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
     ]
 
 
-def _checks(on: Case) -> list[Check]:
+def _checks(on: PolicyAtCapacity) -> list[Check]:
     """Check every rule at one capacity."""
     if why_not := _no_table(on):
         skipped = [Check(on.label, name, "not applicable", f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
@@ -134,7 +134,7 @@ def _checks(on: Case) -> list[Check]:
     return check_rules((*RULES, *_IN_THE_LOOP), on)
 
 
-def _no_table(on: Case) -> str:
+def _no_table(on: PolicyAtCapacity) -> str:
     """Return the reason that the policy has no budgets for the tiny model, e.g. another model's table; otherwise empty."""
     model = _tiny()
     try:
@@ -156,7 +156,7 @@ def _tokens(length: int, streams: int = 2) -> Tensor:
     return random_tokens(_tiny().hf, streams, length)
 
 
-def _config(on: Case, evict: Evict = 1) -> CacheConfig:
+def _config(on: PolicyAtCapacity, evict: Evict = 1) -> CacheConfig:
     takes_capacity = on.policy.evicts and not on.policy.outcome
     capacity, evict = on.capacity if takes_capacity else None, "prompt" if on.policy.outcome else evict
     return CacheConfig(on.unbound, capacity, positions_for(on.unbound), evict=evict)
@@ -169,7 +169,7 @@ def _held(read: Any) -> list[float]:
     return [fmean(len(head) for layer in layers for head in layer) for layers in zip(*read.kept(), strict=True)]
 
 
-def _capacity(on: Case) -> str:
+def _capacity(on: PolicyAtCapacity) -> str:
     require(on.policy.evicts and not on.policy.outcome)
     model = _tiny()
     read: Any = decoder(model, _config(on), 2)
@@ -183,7 +183,7 @@ def _capacity(on: Case) -> str:
     return "" if least == on.capacity else f"only {least:g} tokens are held at capacity {on.capacity}"
 
 
-def _after_a_prompt(on: Case) -> str:
+def _after_a_prompt(on: PolicyAtCapacity) -> str:
     """Check that a prompt is read under full attention and cut once, and that the cache grows afterwards."""
     require(on.policy.evicts and on.policy.caches)
     read = CachedDecoder(_tiny(), _config(on, "prompt"), 2)
@@ -202,7 +202,7 @@ def _after_a_prompt(on: Case) -> str:
     return "there is a NaN in the logits after a prompt" if bool(logits.isnan().any()) else ""
 
 
-def _several_at_once(on: Case) -> str:
+def _several_at_once(on: PolicyAtCapacity) -> str:
     """Compare blocks under `{every: 8}` with the same tokens one by one. No token repeats, because equal keys would tie."""
     require(on.policy.evicts and on.policy.caches and not on.policy.outcome)
     length = on.capacity + _TOKENS_PAST_FULL
@@ -219,7 +219,7 @@ def _several_at_once(on: Case) -> str:
     return "" if blocks.kept() == one_by_one.kept() else "a block of 5 tokens keeps other tokens than the same tokens one by one"
 
 
-def _equal_to_dense(on: Case) -> str:
+def _equal_to_dense(on: PolicyAtCapacity) -> str:
     require(not on.policy.outcome and not isinstance(on.policy, Selecting))
     model = _tiny()
     table = static_table(model, _config(on), None) if on.policy.evicts and on.policy.caches else None
@@ -228,7 +228,7 @@ def _equal_to_dense(on: Case) -> str:
     return logits_fault(logits, expected, _OF_DENSE, "dense before anything is evicted")
 
 
-def _selection(on: Case) -> str:
+def _selection(on: PolicyAtCapacity) -> str:
     """Compare blocks, which attend under masks, with single tokens, which gather what they read."""
     require(isinstance(on.policy, Selecting))
     tokens, methods = _tokens(_SELECTED_FROM_TOKENS), (PLAIN_WALK, TOKEN_BY_TOKEN)
@@ -237,7 +237,7 @@ def _selection(on: Case) -> str:
     return fault and f"in blocks, {fault}: are slots distinct?"
 
 
-def _band(on: Case) -> str:
+def _band(on: PolicyAtCapacity) -> str:
     """Compare the policy's band with the tokens that its importance keeps."""
     band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches and not on.policy.outcome else None
     if band is None:
@@ -267,7 +267,7 @@ _IN_THE_LOOP: tuple[Rule, ...] = (
 )
 
 
-def _reading(on: Case) -> str:
+def _reading(on: PolicyAtCapacity) -> str:
     """Describe the method and speed of reading blocks under a policy on a CPU."""
     if holds_kv(on.policy) and not on.policy.caches:
         return "full attention from one reset to the next"
