@@ -62,5 +62,5 @@ class KeyDiff(Policy):
         """Cosine of the key and the mean unit key, negated. [B, H, S] float32."""
         anchor = (view.state(UnitKeySum(self.keys)) / view.count).float()
         keys = view.rotated_keys if self.keys == "rotated" else view.keys
-        worth = -functional.cosine_similarity(keys.float(), anchor[:, :, None], dim=-1)
-        return worth.masked_fill(~view.valid, -inf).masked_fill(view.age < self.window, inf)
+        cosine = (functional.normalize(keys.float(), dim=-1) * functional.normalize(anchor, dim=-1)[:, :, None]).sum(-1)
+        return (-cosine).masked_fill(~view.valid, -inf).masked_fill(view.age < self.window, inf)
