@@ -109,7 +109,7 @@ class Nearest:
         return cls(similarity.masked_fill(~evicted.real, 0), slot, rotated)
 
     def total(self, x: Tensor) -> Tensor:
-        """Evicted tokens' vectors or numbers, summed over those of the same kept token. [B, H, E, ...] -> same shape."""
+        """Sum vectors or numbers over all evicted tokens with the same nearest kept token. [B, H, E, ...] -> same shape."""
         number = torch.arange(self.slot.shape[-1], device=x.device).expand_as(self.slot)
         by_slot = number.new_zeros(self.rotated.shape[:3]).scatter(-1, self.slot, number)  # one evicted token of each kept token
         index = _expanded(by_slot.gather(-1, self.slot), x)

@@ -23,6 +23,7 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.merges import Evicted, Merged, Merging, positions_for
 from kvbench.policies.rkv import RKV
 from kvbench.policies.statistic import Written
+from kvbench.policies.statistics import AttentionSum
 
 FAST = ["adakv", "keydiff", "merging", "tova"]
 COMPILED = [
@@ -85,6 +86,28 @@ class Favoured(Policy):
 def test_heads_that_compete_keep_what_the_plain_walk_keeps(policy, every, mode):
     """In two streams; by the second block, the head that held most tokens holds fewest."""
     check(policy, 20, [30, 45, 1, 9], 2, mode, every, offers=["compiled walk"])
+
+
+@dataclass(frozen=True)
+class FarFromMean(Favoured):
+    """The heads of a layer compete. A token is worth its value's distance from the mean value, weighted by attention."""
+
+    statistics = (AttentionSum(),)
+
+    def importance(self, view: CacheView) -> Tensor:
+        """[B, H, S] float32."""
+        mean = (view.state(AttentionSum()) * view.valid)[:, :, None] @ view.values
+        return (view.values - mean).norm(dim=-1)
+
+
+@needs_compiler
+def test_empty_slots_of_heads_that_compete_hold_numbers():
+    """Memory that nobody wrote is NaN here, and 0 times NaN is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(FarFromMean(), 12, [20, 9, 1, 6], 2, offers=["compiled walk"])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
@@ -225,10 +248,33 @@ def test_a_users_rule_that_compares_heads_is_compiled():
     check(OfLayer(), 12, [9, 14, 1, 15], 2, every=2, offers=["compiled walk"])
 
 
+def hashed(view: CacheView) -> Tensor:
+    """Whole numbers, changed in place, that become importance only at the end."""
+    x = view.position.clone()
+    x *= 2654435761
+    x %= 1009
+    x += view.count * 0
+    return x
+
+
 def made(importance, *statistics: Statistic) -> Policy:
     """A policy of scope head."""
     members = {"statistics": statistics, "importance": lambda self, view: importance(view), "scope": "head"}
     return type("Made", (Policy,), members)()
+
+
+UNUSUAL = {
+    "whole numbers changed in place": made(hashed),
+    "a column of equal numbers": made(
+        lambda view: view.state(AttentionSum()) - view.state(AttentionSum()) @ torch.full((12, 1), 0.125), AttentionSum()
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("policy", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_programs_keep_what_the_plain_walk_keeps(policy):
+    check(policy, 11, [20, 9, 1, 6], offers=["compiled walk"])
 
 
 class Undeclared(Statistic):

@@ -161,8 +161,8 @@ def test_budgets_that_a_prompt_decides(evict, mode):
         (Pooled(SmallKeys(), 3), "stream"),
     ],
 )
-def test_the_kernels_of_a_step_do_what_the_walk_does(policy: Policy, mode):
-    """With statistics that they update, with others, and with none."""
+def test_the_step_kernel_does_what_the_walk_does(policy: Policy, mode):
+    """With and without statistics that see attention."""
     model, tokens = model_of("llama"), tokens_of(110, 2)
     fast, plain = (CachedDecoder(model, CacheConfig(policy, 24, mode, 40), 2, method) for method in (BY_KERNEL, PLAIN_WALK))
     assert all("step kernel" in walk.offers for walk in fast.walks)

@@ -21,7 +21,6 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     walk, lost = walk_kind.from_slots(slots, mode, limit, longest, in_graphs), module.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:
-        because = module.why_not_walked(slots) or module.why_unserved(slots)
-        because = because or "no kernel walks blocks of such layers in this dtype"
+        because = module.why_not_walked(slots) or "no kernel walks blocks of such layers in this dtype"
     step = step_kind.from_slots(slots, mode, limit, longest)
     return Kernels(step, release_kind.from_slots(slots), walk, lost, because)

@@ -25,7 +25,7 @@ from kvbench.policies import PositionMode
 from kvbench.policies.merges import Merging
 from kvbench.policies.view import mixed_seed
 
-__all__ = ["KERNELS", "CpuReleaseKernel", "CpuStepKernel", "CpuWalkKernel", "lost", "why_not_walked", "why_unserved"]
+__all__ = ["KERNELS", "CpuReleaseKernel", "CpuStepKernel", "CpuWalkKernel", "lost", "why_not_walked"]
 
 _MODES = {"cache": 0, "stream": 1, "clamped": 2, "rotated": 3}  # `rotated`: `stream` with keys that are stored rotated
 _MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; with fewer, one thread is faster than several

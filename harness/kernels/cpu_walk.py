@@ -32,7 +32,7 @@ from kvbench.policies.merges import Merging
 from kvbench.policies.view import mixed_seed
 
 _MAX_TABLE_ANGLES = 2**18
-_OF_MODEL = {"keys", "rotated", "values", "queries", "outputs", "merged"}  # arrays that have the model's dtype in PyTorch
+_MAX_PADDED_BYTES = 2**26  # of K and V of a layer whose heads compete
 
 
 class _Candidates(NamedTuple):
@@ -99,7 +99,7 @@ class _Stores(NamedTuple):
         """Allocate room for `slots` tokens, and fill in the tokens held. keys: the candidates', paired. [N, L, P, 2]."""
         count = int(counts.max())
         size, pairs, dims = len(keys), keys.shape[2], candidates.values.shape[2]
-        key_store, value_store = torch.empty(size, 2, pairs, slots), torch.empty(size, dims, slots)
+        key_store, value_store = torch.empty(size, 2, pairs, slots), torch.zeros(size, dims, slots)  # programs read all values
         key_store[..., :count] = keys[:, :count].permute(0, 3, 2, 1)
         value_store[..., :count] = candidates.values[:, :count].mT
         position = torch.zeros(size, slots, dtype=torch.int64)
@@ -137,16 +137,16 @@ class CpuWalkKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 18, *[ctypes.c_int64] * 19]
+        kernel.argtypes = [*[ctypes.c_void_p] * 18, *[ctypes.c_int64] * 20]
         return cls(slots, mode, limit, kernel, _programs(slots))
 
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
         """Build the C function. Unsupported layers, and policies that can't be traced, get neither function nor reason."""
         fits = slots.codec is None and slots.capacity is not None and slots.shape.plain_softmax and slots.shape.key_dim % 2 == 0
-        fits = fits and slots.dtype.itemsize <= 4 and not why_not_walked(slots)
+        fits = fits and not why_not_walked(slots)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
-        if not fits or why_unserved(slots, competing=True):
+        if not fits:
             return Built()
         of_policy = _programs(slots)
         return built_of(slots.policy, "walk.c", "walk") if of_policy is None else built_of_programs(of_policy, "walk.c", "walk")
@@ -218,24 +218,28 @@ class CpuWalkKernel:
 
 def why_not_walked(slots: Slots) -> str:
     """Return the reason that no walk can be compiled for the policy of some slots; empty if one can be."""
-    if why_unserved(slots, competing=True):
-        return ""
-    if not _why_programs(slots):
-        return ""
-    because = why_no_programs(slots.policy, _layout(slots))
-    if not because and slots.dtype != torch.float32 and not _OF_MODEL.isdisjoint(programs(slots.policy, _layout(slots)).reads):
-        return "a policy that compares keys, values, queries or outputs can't be compiled in other dtypes than float32"
-    return because
+    if because := why_unserved(slots, competing=True):
+        return because
+    if slots.dtype.itemsize > 4:
+        return f"no kernel in {slots.dtype}".replace("torch.", "")
+    if slots.uneven and (padded := _padded_bytes(slots)) > _MAX_PADDED_BYTES:
+        return f"heads that compete would be padded to {padded >> 20} MiB a layer"
+    return why_no_programs(slots.policy, _layout(slots)) if _needs_programs(slots) else ""
 
 
-def _why_programs(slots: Slots) -> str:
-    """Return the reason that a walk needs programs instead of expressions for one slot; empty if it does not."""
-    return "heads that compete" if slots.uneven else why_untraced(slots.policy)
+def _padded_bytes(slots: Slots) -> int:
+    """Return the bytes of K and V of a layer if every head had room for the most tokens that one head may hold."""
+    return slots.rows * slots.num_slots * (slots.shape.key_dim + slots.shape.value_dim) * 4
+
+
+def _needs_programs(slots: Slots) -> bool:
+    """Return whether a walk needs programs, because the policy has no expressions for one slot, or heads compete."""
+    return slots.uneven or bool(why_untraced(slots.policy))
 
 
 def _programs(slots: Slots) -> Programs | None:
     """Return the programs of a walk; None if it needs none."""
-    return programs(slots.policy, _layout(slots)) if _why_programs(slots) else None
+    return programs(slots.policy, _layout(slots)) if _needs_programs(slots) else None
 
 
 def _layout(slots: Slots) -> Layout:
@@ -244,7 +248,7 @@ def _layout(slots: Slots) -> Layout:
     frequencies = () if shape.rotation is None else tuple(shape.rotation.frequencies.tolist())
     return Layout(
         shape.heads if together else 1, slots.num_slots, HeadSizes(shape.group, shape.key_dim, shape.value_dim),
-        slots.num_layers, slots.seed, frequencies, slots.every, shape.sliding_window, slots.uneven,
+        slots.num_layers, slots.seed, frequencies, slots.every, shape.sliding_window, slots.uneven, slots.dtype,
     )  # fmt: skip
 
 

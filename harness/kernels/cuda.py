@@ -94,7 +94,7 @@ def why_untraced(policy: Policy) -> str:
 
 def why_not_walked(slots: Slots) -> str:
     """Return the reason that no walk can be compiled for the policy of some slots; empty if one can be."""
-    return why_untraced(slots.policy)
+    return why_untraced(slots.policy) or why_unserved(slots)
 
 
 def why_unserved(slots: Slots) -> str:

@@ -30,6 +30,7 @@ from kvbench.policies.merges import Evicted, Merging
 from kvbench.policies.view import Rotate, unrotated
 
 _MAX_NUMBERS = {"slot": 2**16, "head": 2**20}  # of a statistic
+_OF_MODEL = ("keys", "rotated", "values", "outputs", "queries", "merged")  # arrays that have the model's dtype in PyTorch
 ARRAYS = (  # in the order of `Arrays` in program.h
     "position", "rank", "step", "layer", "head", "prompt", "keys", "rotated", "values", "state", "sums", "weights", "logits",
     "outputs", "queries", "worth", "evicted", "merged",
@@ -49,6 +50,7 @@ class Layout(NamedTuple):
         evicted: V.
         window: sliding window of the layer; None if there is none.
         uneven: heads hold different numbers of tokens, so that slots may be empty when tokens are evicted.
+        dtype: dtype of the model. A program in 16 bits can't read arrays of this dtype.
     """
 
     heads: int
@@ -60,6 +62,7 @@ class Layout(NamedTuple):
     evicted: int = 1
     window: int | None = None
     uneven: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 class Programs(NamedTuple):
@@ -180,6 +183,7 @@ def _traced(policy: Policy, layout: Layout) -> Programs:
     }  # fmt: skip
     # Example values, as in a cache that is full: a policy may use them as indices.
     arrays = {name: torch.rand(heads, *shape) for name, shape in of_heads.items()}
+    arrays |= {name: arrays[name].to(layout.dtype) for name in _OF_MODEL}
     arrays["sums"] = torch.rand(heads, sums, dtype=torch.float64)
     arrays |= {name: torch.arange(heads * slots) % slots for name in ("position", "rank")}
     arrays |= {"step": torch.tensor([slots - 1]), "layer": torch.tensor([0]), "prompt": torch.tensor([0])}

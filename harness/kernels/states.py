@@ -34,7 +34,7 @@ def why_unserved(slots: Slots, competing: bool = False) -> str:
     if slots.uneven and not (competing and slots.budget.of_rows is None):
         return "heads that hold different numbers of tokens have no kernel"
     if may_outlive_window(slots):
-        return f"no kernel evicts {slots.every} tokens at once from a layer with a sliding window"
+        return "no kernel evicts several tokens at once, or from heads that compete, in a layer with a sliding window"
     if list(slots.tensors.states) != list(dict.fromkeys(slots.policy.statistics)):
         return "no kernel keeps the statistics of several budgets"
     return ""

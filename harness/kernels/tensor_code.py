@@ -250,7 +250,7 @@ class _Writer:
         """Multiply matrices, by `multiply` or `dots` in program.h."""
         a, b, out = *op.args, op.outs[0]
         (size, rows, inner), columns, kind = a.shape, b.shape[2], type_of(out.dtype)
-        if rows < _TILE_ROWS and b.stride(1) == 1:
+        if rows < _TILE_ROWS and b.stride(1) == 1 and self._varies(b):
             self._dots(a, b, out)
             return
         height, width = -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _TILE) * _TILE

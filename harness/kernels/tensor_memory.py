@@ -20,13 +20,16 @@ def aligned(size: int) -> int:
 
 
 def without_copies(operations: list[Operation]) -> list[Operation]:
-    """Return equivalent operations that fill a tensor itself, instead of a clone that is copied to it.
+    """Return equivalent operations that fill a tensor directly, instead of a clone that is later copied to the tensor.
 
-    The tensor must not be used in between, nor the clone afterwards. If it is the one that was cloned, it is changed in place.
+    If the tensor is the cloned tensor, it is changed in place. The pass leaves a clone if the tensor is used between the two
+    operations, or the clone after the copy.
     """
     for i, op in enumerate(operations):
+        if op.name != "clone":
+            continue
         clone, uses = op.outs[0], [k for k in range(i + 1, len(operations)) if _uses(operations[k], op.outs[0])]
-        if op.name != "clone" or not uses or (last := operations[uses[-1]]).name != "copy_":
+        if not uses or (last := operations[uses[-1]]).name != "copy_" or clone.dtype != last.outs[0].dtype:
             continue
         source, target, copied = op.args[0], last.outs[0], last.args[1]
         whole = copied.numel() == clone.numel() and (copied.shape, copied.stride()) == (target.shape, target.stride())

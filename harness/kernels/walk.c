@@ -45,23 +45,26 @@ static inline void close_gaps(void *array, const int64_t *victims, int64_t evict
 
 #include "program.h"
 
-/* Chooses `excess` tokens to evict from the heads of a layer, which compete: the lowest (worth, rank, head). Every head keeps `floor`
-   tokens. evicted: room for `most` victims of each head; number: number of victims of each head. */
+/* Chooses `excess` tokens to evict from the heads of a layer, which compete: the lowest (worth, rank, head). Marks them as gone.
+   Every head keeps `floor` tokens. evicted: room for `most` victims of each head; number: number of victims of each head. */
 static inline void compete(float *worths, char *gone, const int64_t *counts, int64_t *evicted, int64_t *number, int64_t slots,
                            int64_t most, int64_t excess, int64_t floor) {
-    int64_t next[TOGETHER];
+    int64_t next[TOGETHER];  /* candidate of each head; -1 if the head is at the floor */
     for (int64_t h = 0; h < TOGETHER; h++)
         next[h] = counts[h] > floor ? lowest(worths + h * slots, gone + h * slots, counts[h]) : -1;
     for (; excess > 0; excess--) {
-        int64_t of = -1;
+        int64_t loser = -1;
+        float least = INFINITY;
         for (int64_t h = 0; h < TOGETHER; h++) {
             if (next[h] < 0) continue;
-            const float ours = worths[h * slots + next[h]], least = of < 0 ? INFINITY : worths[of * slots + next[of]];
-            if (of < 0 || ours < least || (ours == least && next[h] < next[of])) of = h;
+            const float worth = worths[h * slots + next[h]];
+            if (loser < 0 || worth < least || (worth == least && next[h] < next[loser])) { loser = h; least = worth; }
         }
-        if (of < 0) return;
-        evict(next[of], evicted + of * most, number[of]++, worths + of * slots, gone + of * slots);
-        next[of] = counts[of] - number[of] > floor ? lowest(worths + of * slots, gone + of * slots, counts[of]) : -1;
+        if (loser < 0) return;
+        float *worth = worths + loser * slots;
+        char *gone_here = gone + loser * slots;
+        evict(next[loser], evicted + loser * most, number[loser]++, worth, gone_here);
+        next[loser] = counts[loser] - number[loser] > floor ? lowest(worth, gone_here, counts[loser]) : -1;
     }
 }
 
@@ -71,10 +74,10 @@ typedef struct {
     int64_t group, pairs, slots, dims, rotation, angles;
 } Shared;
 
-/* Attends to the first `count` tokens of a row. query: rotated and scaled, [2, P, G]; with BY_DISTANCE, it has the last angle. first_angle:
-   angle of rank 0. keys: [2, P, S]; values: [D, S]; at: positions, [S]. rotated: scratch, [2, S]; angle: scratch, [S]. scores: receives the softmax weights, 0
-   in empty slots, [G, S]. logits: receives the scores before the softmax, -inf in empty slots, [G, S]; null if they are not needed.
-   answer: receives the output, [G, D]. */
+/* Attends to the first `count` tokens of a row. query: rotated and scaled, [2, P, G]; with BY_DISTANCE, it has the last angle.
+   first_angle: angle of rank 0. keys: [2, P, S]; values: [D, S]; at: positions, [S]. rotated: scratch, [2, S]; angle: scratch,
+   [S]. scores: receives the softmax weights, 0 in empty slots, [G, S]. logits: receives the scores before the softmax, -inf in
+   empty slots, [G, S]; null if they are not needed. answer: receives the output, [G, D]. */
 static inline void attend(Shared of, const float *restrict query, const float *restrict keys, const float *restrict values,
                           const int64_t *restrict at, int64_t step, int64_t count, int64_t first_angle, float *restrict rotated,
                           int64_t *restrict angle, float *restrict scores, float *restrict logits, float *restrict answer) {
@@ -148,13 +151,15 @@ static inline void update_row(float *restrict states, const float *restrict weig
 /* Walks a block. Returns 0, or -1 if there is no memory.
 
    query: rotated and scaled, [N, T, 2, P, G], real parts, then imaginary parts. key: [N, T, 2, P]. value: [N, T, D]. held_key:
-   [N, 2, P, S], held_value: [N, D, S], position: [N, S], state: [N, NUMBERS, S]: entries of the tokens held, oldest first, which are
-   changed. held: number of tokens of each row, which is changed, [N]. written: first values of a token's numbers, [N, T, NUMBERS] with any strides. head: index of the head in the model's layer,
-   [N]. prompt: prompt length, [N / heads]. rotation: rotation of keys, see above. cosine, sine: see `Shared`. first: step of the first
-   token. When `full` tokens are held, `every` of them are evicted. floor: if the heads of a layer compete, the number of tokens that
-   each keeps; otherwise -1. Then `full` and `every` are means over heads, and queries have the last angle BY_RANK, too. window: sliding window of the layer; 0 if none. out: receives the
-   output, [T, N, G, D]. Of programs: queries: unrotated, [T, N, G, 2 * P]; null if not read; sums: numbers per head, [N, SUMS]; kept:
-   keys, rotated keys and terms of the sums of the tokens held, [N, S, width] each; fresh: those of the block, [N, T, width] each. */
+   [N, 2, P, S], held_value: [N, D, S], position: [N, S], state: [N, NUMBERS, S]: entries of the tokens held, oldest first, which
+   are changed. held: number of tokens of each row, which is changed, [N]. written: first values of a token's numbers, [N, T,
+   NUMBERS] with any strides. head: index of the head in the model's layer, [N]. prompt: prompt length, [N / heads]. rotation:
+   rotation of keys, see above. cosine, sine: see `Shared`. first: step of the first token. When `full` tokens are held, `every`
+   of them are evicted. floor: if the heads of a layer compete, the number of tokens that each keeps; otherwise -1. Then `full`
+   and `every` are means over heads, and queries have the last angle BY_RANK, too. window: sliding window of the layer; 0 if none.
+   out: receives the output, [T, N, G, D]. Of programs: queries: unrotated, [T, N, G, 2 * P]; null if not read; sums: numbers per
+   head, [N, SUMS]; kept: keys, rotated keys and terms of the sums of the tokens held, [N, S, width] each; fresh: those of the
+   block, [N, T, width] each. */
 int64_t walk(const float *restrict query, const float *restrict key, const float *restrict value, float *restrict held_key,
              float *restrict held_value, int64_t *restrict position, float *restrict state, int64_t *restrict held,
              const float *restrict written, const int64_t *restrict head, const int64_t *restrict prompt, const float *restrict cosine,
@@ -195,7 +200,8 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
                     state[(n * NUMBERS + i) * slots + count] = written[n * written_row + t * written_token + i];
                 keep(kept, fresh, sums, n, n * tokens + t, slots, count);
                 attend(shared, query + (n * tokens + t) * 2 * pairs * group, keys, values, position + n * slots, step, count + 1,
-                       floor < 0 || rotation != BY_RANK ? 0 : angles - 1 - count, rotated, angle, weights + h * group * slots, logits ? logits + h * group * slots : NULL,
+                       floor < 0 || rotation != BY_RANK ? 0 : angles - 1 - count, rotated, angle, weights + h * group * slots,
+                       logits ? logits + h * group * slots : NULL,
                        out + (t * rows + n) * group * dims);
                 total += count + 1, number[h] = 0;
             }
