@@ -17,7 +17,7 @@ from wrong_caches import BUDGET
 
 import kvbench
 from kvbench.harness.audit import audit
-from kvbench.harness.audit.audit import RULES, Audit
+from kvbench.harness.audit.audit import CHECKS, Audit
 from kvbench.harness.core.errors import UserError
 
 FAULTS = {  # a cache, and the checks that fail
@@ -56,7 +56,7 @@ def model(family: str = "llama") -> PreTrainedModel:
 
 def only(name: str, cache: object, on: PreTrainedModel | str | None = None, **settings: object) -> Audit:
     """Audit by one check, after the check that the cache can be read."""
-    return kvbench.audit(cache, on or model(), skip=[rule.name for rule in RULES if rule.name not in ("reads", name)], **settings)
+    return kvbench.audit(cache, on or model(), skip=[c.name for c in CHECKS if c.name not in ("reads", name)], **settings)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -167,7 +167,7 @@ def test_a_page_needs_no_other_file_and_shows_every_check():
     result = kvbench.audit(wrong_caches.EvictsOneTooMany, model(), budget=BUDGET, skip=["padding"])
     page = result.to_html()
     assert "1 of" in page
-    assert all(f">{rule.name}</td>" in page for rule in RULES if rule.name != "padding")
+    assert all(f">{check.name}</td>" in page for check in CHECKS if check.name != "padding")
     assert "from step 17 on it holds at most 15 tokens, budget 16. Usually" in page
     assert page.count("<svg") == 1
     assert not re.findall(r'(?:src|href)="|@import|url\((?!#)', page)
@@ -202,11 +202,11 @@ def test_the_command_exits_with_1_if_a_check_fails(tiny, capsys):
     code, out, err = bench(capsys, "audit", f"{file}:EvictsOneTooMany", "--budget", BUDGET)
     assert code == 1
     assert "budget\tfail\tfrom step 17 on it holds at most 15 tokens, budget 16. Usually: " in out
-    assert err.startswith(f"bench: 1 of {len(RULES)} checks failed, on 1 of 1 models, in ")
+    assert err.startswith(f"bench: 1 of {len(CHECKS)} checks failed, on 1 of 1 models, in ")
     code, out, _ = bench(capsys, "audit", f"{file}:Window", "--budget", BUDGET, "--json")
     result = json.loads(out)
     assert (code, result["ok"], result["target"]) == (0, True, f"{file}:Window")
-    assert {check["name"] for check in result["checks"]} == {rule.name for rule in RULES}
+    assert {check["name"] for check in result["checks"]} == {check.name for check in CHECKS}
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_mistake_in_a_users_file_is_one_line(command, message, tiny, tmp_path,
 def test_a_parameter_of_the_budget_gets_it_and_may_have_any_name(tiny, tmp_path, capsys):
     """`capacity` and `seed` mean something else in a suite."""
     (tmp_path / "own.py").write_text(OWN)
-    skip = [part for rule in RULES if rule.name not in ("reads", "budget") for part in ("--skip", rule.name)]
+    skip = [part for check in CHECKS if check.name not in ("reads", "budget") for part in ("--skip", check.name)]
     for settings, code in (([], 0), (["--set", "capacity=20", "--set", "seed=1"], 1)):
         assert bench(capsys, "audit", f"{tmp_path / 'own.py'}:Sized", "--budget", 16, *settings, *skip)[0] == code
 

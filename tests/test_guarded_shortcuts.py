@@ -20,6 +20,7 @@ from kvbench.harness.engine.runs import RunReader
 from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, flex_blocks, rope
 from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.models.selfcheck import check
+from kvbench.policies.adakv import AdaKV
 from kvbench.policies.expected_attention import QueryMoments
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.leverage import Leverage
@@ -231,6 +232,15 @@ def test_programs_in_16_bits_compare_no_numbers_of_the_model(policy, blocks, bec
     """PyTorch computes with a model's numbers in the model's dtype, and with attention in float32."""
     found = fast_method(model_of("llama", torch.bfloat16), CacheConfig(policy, 20))
     assert (found.blocks, found.plain_because, found.refused) == (blocks, because, "")
+
+
+@needs_compiler
+def test_heads_that_compete_are_not_padded_beyond_a_limit(monkeypatch):
+    """The kernel of a step reads their blocks then."""
+    monkeypatch.setattr(cpu_walk, "_MAX_PADDED_BYTES", 0)
+    found = fast_method(model_of("llama"), CacheConfig(AdaKV(), 20))
+    assert found.blocks == "compiled steps"
+    assert found.plain_because == "heads that compete would be padded to 0 MiB a layer"
 
 
 class Stale(Graph):

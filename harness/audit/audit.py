@@ -26,7 +26,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load
 from kvbench.policies import Policy
 
-RULES = [
+CHECKS = [
     x
     for module in (checks_of_tokens, checks_of_calls, checks_of_quality)
     for x in vars(module).values()
@@ -135,7 +135,7 @@ def audited(
     Raises:
         UserError: there is no such policy or check.
     """
-    names, started, result = [rule.name for rule in RULES], perf_counter(), Audit([], subject.name, 0)
+    names, started, result = [check.name for check in CHECKS], perf_counter(), Audit([], subject.name, 0)
     for name in skip:
         if name not in names:
             raise UserError(f"--skip {name}: no such check{did_you_mean(name, names)}")
@@ -161,20 +161,20 @@ def _extend(result: Audit, subject: Subject, model: Named, like: Subject | None,
     failed: list[str] = []
     with attention_by(hf, attention), torch.random.fork_rng():
         case = AuditedCache(subject, hf, like, model.tokenizer)
-        for rule in RULES:
-            if rule.name not in skip:
-                outcome = _outcome(rule, case, failed)
-                failed += [rule.name] if outcome.verdict == "fail" else []
-                result.checks.append(Check(model.name, rule.name, *outcome, rule.question, rule.usually))
+        for check in CHECKS:
+            if check.name not in skip:
+                outcome = _outcome(check, case, failed)
+                failed += [check.name] if outcome.verdict == "fail" else []
+                result.checks.append(Check(model.name, check.name, *outcome, check.question, check.usually))
         result.held[model.name] = {p.first: p.held for p in case.decode.passes[1:]}
 
 
-def _outcome(rule: AuditCheck, case: AuditedCache, failed: Sequence[str]) -> Outcome:
+def _outcome(check: AuditCheck, case: AuditedCache, failed: Sequence[str]) -> Outcome:
     """Return the outcome of a check. A failure that may follow from an earlier one is not reported as another fault."""
-    if case.decode.error and rule.name != "reads":
+    if case.decode.error and check.name != "reads":
         return skipped("the text could not be read")
-    outcome = outcome_of(rule.find, case)
-    cause = next((name for name in rule.follows if name in failed), None)
+    outcome = outcome_of(check.find, case)
+    cause = next((name for name in check.follows if name in failed), None)
     if outcome.verdict == "fail" and cause is not None:
         return skipped(f"may follow from {cause}: {outcome.evidence}")
     return outcome
