@@ -130,9 +130,9 @@ def _field(name: str, field: Any) -> str:
 
 def checks() -> str:
     """Return a table of the checks of `bench audit`."""
-    from kvbench.harness.audit.audit import RULES
+    from kvbench.harness.audit.audit import CHECKS
 
-    return "\n".join(["| check | passes if |", "|---|---|", *(f"| `{rule.name}` | {rule.question} |" for rule in RULES)])
+    return "\n".join(["| check | passes if |", "|---|---|", *(f"| `{rule.name}` | {rule.question} |" for rule in CHECKS)])
 
 
 def audits() -> str:
