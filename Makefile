@@ -48,6 +48,7 @@ lint: .venv/ready
 
 types: .venv/ready
 	$(BIN)/mypy
+	MYPYPATH=docs:docs/images $(BIN)/mypy docs/*.py docs/images/*.py  # scripts that import each other by name
 
 check: lint types test  ## what CI checks: lint, format, types, tests
 

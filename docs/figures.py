@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import scipy.stats
@@ -52,7 +52,7 @@ def _vectors() -> Iterator[tuple[str, dict[str, str]]]:
         )
 
 
-def _range(values: list[float], unit: str, digits: int) -> str:
+def _range(values: Sequence[float], unit: str, digits: int) -> str:
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}{unit}"
 
 
@@ -113,5 +113,5 @@ def _programs() -> dict[tuple[str, int, str], list[float]]:
         if metrics is None or options.samples > 1 or options.teacher or cell.positions != "stream" or cell.capacity is None:
             continue
         moment = "step" if cell.evict in (None, "step") else "every 128"
-        cells.setdefault((cell.policy, cell.capacity, moment), []).append([int(digit) for digit in metrics.outcomes])
+        cells.setdefault((cell.policy, cell.capacity, moment), []).append([int(digit) for digit in metrics.outcomes or ""])
     return {name: [statistics.mean(program) for program in zip(*seeds, strict=True)] for name, seeds in cells.items()}

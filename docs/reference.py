@@ -87,7 +87,7 @@ def _without_range(about: str) -> str:
 
 def suite() -> str:
     """Return the keys of a suite file and of its model."""
-    parts = {"Keys of a suite": SuiteFile, "`model`": ModelSpec}
+    parts: dict[str, type[BaseModel]] = {"Keys of a suite": SuiteFile, "`model`": ModelSpec}
     return "\n".join(f"### {title}\n\n{_fields(model)}\n" for title, model in parts.items())
 
 

@@ -182,7 +182,7 @@ def against_control() -> str:
     """Return perplexity lost to the control by moment of eviction, a row per policy; * after Holm's correction per column."""
     moments = {"step": ("smollm2-step", "cache"), "prompt": ("smollm2-prompt", "stream")}
     columns = [_against_control(perplexities(suite, evict, BUDGET, positions)) for evict, (suite, positions) in moments.items()]
-    policies = sorted(columns[0] | columns[1], key=lambda p: columns[0].get(p, columns[1].get(p))[0].mean)
+    policies = sorted(columns[0] | columns[1], key=lambda p: (columns[0].get(p) or columns[1][p])[0].mean)
     rows = [[name(p), *(_starred(column.get(p)) for column in columns)] for p in policies]
     return _markdown(["policy", "at every step, %", "after a prompt, %"], rows, "lrr")
 
@@ -213,7 +213,7 @@ def formats() -> str:
 
 
 def _held(record: Record, dense: Record) -> str:
-    ours, theirs = (m.kv_held_bytes or m.kv_bytes for m in (record.measured(NllMetrics), dense.measured(NllMetrics)) if m)
+    ours, theirs = (m.kv_held_bytes or m.kv_bytes or 0 for m in (record.measured(NllMetrics), dense.measured(NllMetrics)) if m)
     return f"{100 * ours / theirs:.0f}"
 
 

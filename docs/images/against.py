@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -36,18 +35,13 @@ def _merging_rows(suite: str) -> list[zoo.Row]:
     drawn = []
     for mode in ("stream", "cache"):
         for pair in tables.merging_pairs(suite, mode):
-            added = tables.against_dropped(pair)
-            percent = (round(100 * math.expm1(x or 0.0), 3) for x in (added.mean, added.low, added.high))
-            drawn.append(zoo.Row(f"{pair.policy} of {pair.chooses}, {pair.capacity}", *percent, p=added.p or 0.0, closed=0.0))
+            drawn.append(zoo.Row.of(f"{pair.policy} of {pair.chooses}, {pair.capacity}", tables.against_dropped(pair)))
     return zoo.judged(drawn)
 
 
 def selecting() -> Chart:
     """Return a row per policy."""
-    rows = []
-    for row in tables.selecting():
-        percent = (round(100 * math.expm1(x or 0.0), 3) for x in (row.lost.mean, row.lost.low, row.lost.high))
-        rows.append(zoo.Row(row.policy.replace("`", ""), *percent, p=row.lost.p or 0.0, closed=0.0))
+    rows = [zoo.Row.of(row.policy.replace("`", ""), row.lost) for row in tables.selecting()]
     return Chart("selecting", _SELECTING, {"hconcat": [zoo.panel(zoo.judged(rows), "SmolLM2 on a book", "full attention")]})
 
 

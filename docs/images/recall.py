@@ -42,7 +42,7 @@ def answered(records: Sequence[Record]) -> list[dict[str, Any]]:
         assert metrics.accuracy is not None
         task, question = asked(record)
         shares.setdefault((name(record, records), task, question), []).append(100 * metrics.accuracy)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"policy": policy, "task": task, "question": question, "right": round(statistics.mean(right), 1), "seeds": len(right)}
         for (policy, task, question), right in shares.items()
     ]

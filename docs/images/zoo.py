@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import recall
 
+from kvbench.harness.core.grouped import grouped
+from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.chart import Chart, draw, write
 from kvbench.harness.report.pairing import paired, question
@@ -51,6 +53,12 @@ class Row(NamedTuple):
     closed: float
     verdict: str = ALIKE
 
+    @classmethod
+    def of(cls, policy: str, lost: Interval, closed: float = 0.0) -> Row:
+        """Return the row of a difference of NLL, in nats per token."""
+        loss, low, high = (round(100 * math.expm1(x or 0.0), 3) for x in (lost.mean, lost.low, lost.high))
+        return cls(policy, loss, low, high, lost.p or 0.0, closed)
+
 
 def measured(suite: str = "zoo", capacity: int = 64, results: Path = RESULTS) -> list[Record]:
     """The perplexity records of a suite at one capacity, and dense."""
@@ -80,14 +88,9 @@ def losses(records: Sequence[Record], moment: str, positions: str = "") -> list[
     differences = [difference for r in others if (difference := paired(r, control))]
     assert len(differences) == len(others)
     dense = next(d.mean for r, d in zip(others, differences, strict=True) if r.cell.policy == "dense")
-    names = dict[tuple[float, ...], list[str]]()
-    for policy, difference in zip(others, differences, strict=True):
-        names.setdefault((difference.mean, difference.low, difference.high, difference.p), []).append(recall.name(policy, others))
-    rows = [
-        Row(" = ".join(same), *(round(100 * math.expm1(x), 3) for x in key[:3]), p=key[3], closed=round(key[0] / dense, 2))
-        for key, same in names.items()
-    ]
-    return judged(rows)
+    named = [(recall.name(policy, others), lost) for policy, lost in zip(others, differences, strict=True)]
+    alike = grouped(named, lambda row: (row[1].mean, row[1].low, row[1].high, row[1].p)).values()
+    return judged([Row.of(" = ".join(name for name, _ in same), same[0][1], round(same[0][1].mean / dense, 2)) for same in alike])
 
 
 def judged(rows: Sequence[Row]) -> list[Row]:
