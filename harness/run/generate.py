@@ -209,7 +209,8 @@ class Cache(AnsweringCache):
             self._refuse(f"{count} came with an attention_mask of {mask.shape[1]}")
         whole = mask.to(self._route.hf.device, torch.bool)
         if bool(((~whole[:, : self._tokens_read]).sum(1) != (0 if self._padding is None else self._padding)).any()):
-            self._refuse(f"{count} came with an attention_mask that has other padding before them")
+            guessed = "without one, generate takes every pad token for padding"
+            self._refuse(f"{count} came with an attention_mask that has other padding before them ({guessed})")
         valid = whole[:, -count:]
         return None if bool(valid.all()) else valid
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import kvbench
 from kvbench.harness.models.families import tiny_model
 
-PIECE, SHOWN = 250, 8  # tokens generated at once; rows
+PROMPT, PIECE, SHOWN = 8, 250, 8  # tokens at the start; tokens generated at once; rows
 
 
 def main() -> None:
@@ -26,16 +26,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    model = tiny_model("llama", eos_token_id=None, max_position_embeddings=asked.tokens, num_hidden_layers=4)
+    model = tiny_model("llama", eos_token_id=None, max_position_embeddings=asked.tokens + PROMPT, num_hidden_layers=4)
     caches = {"ours": kvbench.Cache(model, asked.policy, asked.capacity), "DynamicCache": DynamicCache(config=model.config)}
-    texts = dict.fromkeys(caches, torch.full((1, 8), 3))
+    texts = dict.fromkeys(caches, torch.full((1, PROMPT), 3))
     times: dict[str, list[float]] = {name: [] for name in caches}
     print("  tokens | ms per token: ours, DynamicCache, ratio | MB of K and V: ours, DynamicCache")
     pieces = asked.tokens // PIECE
     for piece in range(1, pieces + 1):
         for name, cache in caches.items():
             start = time.perf_counter()
-            texts[name] = model.generate(texts[name], past_key_values=cache, max_new_tokens=PIECE, do_sample=False)
+            text = texts[name]
+            mask = torch.ones_like(text)  # without one, generate takes every pad token for padding, even one that was generated
+            texts[name] = model.generate(text, attention_mask=mask, past_key_values=cache, max_new_tokens=PIECE, do_sample=False)
             times[name].append(1e3 * (time.perf_counter() - start) / PIECE)
         if piece % max(1, pieces // SHOWN) == 0:
             ours, theirs = (statistics.median(of_cache) for of_cache in times.values())

@@ -76,6 +76,8 @@ def main() -> None:
     for name, value in (("capacity", 256), ("tokens", 4096), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
+    if options.tokens <= PIECE:
+        parser.error(f"--tokens must be more than {PIECE}: the first piece is not timed")
     torch.set_num_threads(options.threads)
     own, tokenizer = kvbench.load(options.model, dtype=options.dtype)
     own.set_attn_implementation("sdpa")
