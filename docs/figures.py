@@ -112,6 +112,7 @@ def _programs() -> dict[tuple[str, int, str], list[float]]:
         options = cell.task_options(TraceOptions)
         if metrics is None or options.samples > 1 or options.teacher or cell.positions != "stream" or cell.capacity is None:
             continue
+        assert metrics.outcomes is not None
         moment = "step" if cell.evict in (None, "step") else "every 128"
-        cells.setdefault((cell.policy, cell.capacity, moment), []).append([int(digit) for digit in metrics.outcomes or ""])
+        cells.setdefault((cell.policy, cell.capacity, moment), []).append([int(digit) for digit in metrics.outcomes])
     return {name: [statistics.mean(program) for program in zip(*seeds, strict=True)] for name, seeds in cells.items()}

@@ -132,7 +132,7 @@ def checks() -> str:
     """Return a table of the checks of `bench audit`."""
     from kvbench.harness.audit.audit import CHECKS
 
-    return "\n".join(["| check | passes if |", "|---|---|", *(f"| `{rule.name}` | {rule.question} |" for rule in CHECKS)])
+    return "\n".join(["| check | passes if |", "|---|---|", *(f"| `{check.name}` | {check.question} |" for check in CHECKS)])
 
 
 def audits() -> str:

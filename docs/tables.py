@@ -20,6 +20,7 @@ from kvbench.lab.studies.controls import holm, mean_of
 sys.path.insert(0, str(Path(__file__).parent / "images"))
 
 from recall import MERGING
+from zoo import percents
 
 RESULTS = Path(__file__).parents[1] / "leaderboard" / "records"
 FACTS_BUDGET = 160  # tokens per KV head in the README's questions
@@ -77,8 +78,8 @@ def loss(record: Record, reference: Record) -> Interval:
 
 def percent(difference: Interval) -> str:
     """Return a difference of NLL as a difference of perplexity in percent, with its 95 % interval."""
-    value, low, high = (100 * math.expm1(x or 0.0) for x in (difference.mean, difference.low, difference.high))
-    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]".replace("-", "−")
+    mean, low, high = percents(difference)
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]".replace("-", "−")
 
 
 def name(policy: str) -> str:
@@ -137,7 +138,9 @@ def _question(record: Record) -> str:
 
 
 def _share(answers: Sequence[QuestionMetrics]) -> str:
-    return f"{100 * sum(m.right or 0 for m in answers) / sum(m.questions for m in answers):.0f}"
+    right = [m.right for m in answers if m.right is not None]
+    assert len(right) == len(answers)
+    return f"{100 * sum(right) / sum(m.questions for m in answers):.0f}"
 
 
 def _step_times(tokens: int = 1024) -> dict[str, str]:
@@ -195,7 +198,7 @@ def _starred(difference: tuple[Interval, float] | None) -> str:
 def _against_control(column: dict[str, Record]) -> dict[str, tuple[Interval, float]]:
     """Return each policy's difference to the control, and p after Holm's correction over the column."""
     differences = {policy: loss(record, column["random"]) for policy, record in column.items() if policy != "random"}
-    corrected = holm([difference.p or 0.0 for difference in differences.values()])
+    corrected = holm([difference.p for difference in differences.values() if difference.p is not None])
     return {policy: (difference, p) for (policy, difference), p in zip(differences.items(), corrected, strict=True)}
 
 
@@ -213,8 +216,16 @@ def formats() -> str:
 
 
 def _held(record: Record, dense: Record) -> str:
-    ours, theirs = (m.kv_held_bytes or m.kv_bytes or 0 for m in (record.measured(NllMetrics), dense.measured(NllMetrics)) if m)
-    return f"{100 * ours / theirs:.0f}"
+    """Return the bytes of K and V that a cell held, in percent of dense's."""
+    return f"{100 * _bytes(record) / _bytes(dense):.0f}"
+
+
+def _bytes(record: Record) -> int:
+    metrics = record.measured(NllMetrics)
+    assert metrics is not None
+    held = metrics.kv_held_bytes or metrics.kv_bytes
+    assert held is not None
+    return held
 
 
 def budgets() -> str:

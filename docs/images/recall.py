@@ -1,4 +1,4 @@
-"""Draws which policies still have what is asked for, from the `recall` suite's records: `make picture`. A test draws it again."""
+"""Draws which policies still have what is asked for, from the `recall` suite's records: `make picture`. CI draws it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws how long answers stay right, from the `long-answers` suite's records: `make picture`. A test draws it again."""
+"""Draws how long answers stay right, from the `long-answers` suite's records: `make picture`. CI draws it again."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import recall
 
-from kvbench.harness.core.grouped import grouped
 from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.chart import Chart, draw, write
@@ -56,8 +55,17 @@ class Row(NamedTuple):
     @classmethod
     def of(cls, policy: str, lost: Interval, closed: float = 0.0) -> Row:
         """Return the row of a difference of NLL, in nats per token."""
-        loss, low, high = (round(100 * math.expm1(x or 0.0), 3) for x in (lost.mean, lost.low, lost.high))
-        return cls(policy, loss, low, high, lost.p or 0.0, closed)
+        assert lost.p is not None
+        loss, low, high = (round(x, 3) for x in percents(lost))
+        return cls(policy, loss, low, high, lost.p, closed)
+
+
+def percents(difference: Interval) -> tuple[float, float, float]:
+    """Return a difference of NLL and the ends of its interval, in nats per token, as differences of perplexity in percent."""
+    assert difference.low is not None
+    assert difference.high is not None
+    mean, low, high = (100 * math.expm1(x) for x in (difference.mean, difference.low, difference.high))
+    return mean, low, high
 
 
 def measured(suite: str = "zoo", capacity: int = 64, results: Path = RESULTS) -> list[Record]:
@@ -88,9 +96,10 @@ def losses(records: Sequence[Record], moment: str, positions: str = "") -> list[
     differences = [difference for r in others if (difference := paired(r, control))]
     assert len(differences) == len(others)
     dense = next(d.mean for r, d in zip(others, differences, strict=True) if r.cell.policy == "dense")
-    named = [(recall.name(policy, others), lost) for policy, lost in zip(others, differences, strict=True)]
-    alike = grouped(named, lambda row: (row[1].mean, row[1].low, row[1].high, row[1].p)).values()
-    return judged([Row.of(" = ".join(name for name, _ in same), same[0][1], round(same[0][1].mean / dense, 2)) for same in alike])
+    names = dict[Interval, list[str]]()
+    for policy, difference in zip(others, differences, strict=True):
+        names.setdefault(difference, []).append(recall.name(policy, others))
+    return judged([Row.of(" = ".join(same), difference, round(difference.mean / dense, 2)) for difference, same in names.items()])
 
 
 def judged(rows: Sequence[Row]) -> list[Row]:
